@@ -6,6 +6,9 @@ few shards, which the operating system keeps in memory, and every row comes once
 batch depend on nothing that comes before them, so a reader can start anywhere. `docs/format.md`
 says how well the rows are mixed.
 
+The order of several batches is computed at a time: with many short operations of NumPy, threads
+that read ahead would wait for each other.
+
 >>> order = BatchOrder([4, 4, 4], size=5, seed=0)
 >>> sorted(n for batch in range(len(order)) for n in order.rows(batch).tolist()) == [*range(12)]
 True
@@ -13,6 +16,8 @@ True
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +28,8 @@ WINDOW = 16
 """The default number of shards whose rows are mixed."""
 _SHARDS, _ROWS = 0, 1
 """Distinguish the keys of the two levels."""
+_PLACES = 1 << 16
+"""The approximate number of places of the order that are computed at a time."""
 
 
 class BatchOrder:
@@ -45,6 +52,9 @@ class BatchOrder:
         self._total = int(self._counts.sum())
         self._size, self._seed, self._window = size, seed, window
         self._batches = self._total // size if drop_remainder else -(-self._total // size)
+        self._together = max(_PLACES // size, 1)
+        self._lock = threading.Lock()
+        self._shuffled = functools.lru_cache(maxsize=2)(self._shuffle)
         if seed is not None:
             self._shards = shuffled(len(self._counts), seed, _SHARDS)
             ends = np.cumsum(self._counts[self._shards])
@@ -56,12 +66,19 @@ class BatchOrder:
 
     def rows(self, batch: int) -> np.ndarray:
         """Return the numbers of the rows of a batch, in ascending order."""
-        start, stop = batch * self._size, min((batch + 1) * self._size, self._total)
         if self._seed is None:
-            return np.arange(start, stop)
+            return np.arange(batch * self._size, min((batch + 1) * self._size, self._total))
+        group, number = divmod(batch, self._together)
+        with self._lock:
+            rows = self._shuffled(group)
+        return np.sort(rows[number * self._size : (number + 1) * self._size])
+
+    def _shuffle(self, group: int) -> np.ndarray:
+        """Return the rows of a group of batches, in the order of the shuffled dataset."""
+        places = self._together * self._size
+        start, stop = group * places, min((group + 1) * places, self._total)
         first, last = (int(n) for n in np.searchsorted(self._ends, [start, stop - 1], "right"))
-        windows = range(first, last + 1)
-        return np.sort(np.concatenate([self._rows_of(w, start, stop) for w in windows]))
+        return np.concatenate([self._rows_of(w, start, stop) for w in range(first, last + 1)])
 
     def _rows_of(self, window: int, start: int, stop: int) -> np.ndarray:
         """Return the rows of a window that the shuffled dataset has from `start` to `stop`."""

@@ -140,7 +140,7 @@ def test_the_order_of_a_seed_never_changes():
     assert [order.rows(i).tolist() for i in range(4)] == ORDER
 
 
-ORDER = [[9, 10, 11, 13], [5, 8, 12, 14], [0, 2, 3, 7], [1, 4, 6]]
+ORDER = [[0, 2, 3, 10], [1, 8, 9, 11], [5, 12, 13, 14], [4, 6, 7]]
 
 
 def test_rows_of_a_window_are_mixed_and_windows_follow_one_another():
