@@ -8,8 +8,8 @@ from typing import Any
 
 
 def writer_count() -> int:
-    """Return the number of threads that write."""
-    return min(8, max(2, (os.cpu_count() or 2) // 2))
+    """Return the number of threads that write: some wait for the disk while others compute."""
+    return min(8, max(4, (os.cpu_count() or 4) // 2))
 
 
 class ShardWriters:
