@@ -77,7 +77,7 @@ def test_a_log_has_series():
     assert "a/value_rms" in log and "b" not in log
     with pytest.raises(KeyError, match=r"has no 'a/value_rm'. The nearest names are 'a/value_rms'"):
         log["a/value_rm"]
-    with pytest.raises(KeyError, match="It holds no numbers yet"):
+    with pytest.raises(KeyError, match="It contains no numbers yet"):
         Log()["a"]
 
 
@@ -245,7 +245,7 @@ def test_a_file_that_is_not_a_log_raises(tmp_path):
     folder.mkdir()
     (folder / "notes.txt").touch()
     for use in (open_log, sink.safetensors):
-        with pytest.raises(ValueError, match="is not a log of tapax: it holds"):
+        with pytest.raises(ValueError, match="is not a log of tapax: it contains"):
             use(folder)
     with pytest.raises(ValueError, match="is not a log of tapax: its first line"):
         sink.jsonl(tmp_path / "a.jsonl")
