@@ -162,7 +162,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     whole = path.read_bytes()
     for cut in (1, 10, 40):
         path.write_bytes(whole[:-cut])
-        with pytest.warns(UserWarning, match="line 3 was left out: it is not whole") as caught:
+        with pytest.warns(UserWarning, match="line 3 was left out: it is not complete") as caught:
             assert open_log(path).steps.tolist() == [0, 1]
         assert caught[0].filename == __file__
     sink.jsonl(path)(7, {"a": 7.0})

@@ -197,7 +197,7 @@ def test_a_page_that_is_cut_says_that_it_is_not_whole(chromium, capture_page, tm
     tab = chromium.open(
         cut, wait="document.getElementById('tapax-page')?.shadowRoot?.querySelector('.empty')"
     )
-    assert "The file is not whole" in tab.text(".empty")
+    assert "The file is not complete" in tab.text(".empty")
     tab.close()
 
 
