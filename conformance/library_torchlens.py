@@ -1,4 +1,4 @@
-"""torchlens with its JAX back end: `torchlens.trace` of the function that computes the loss.
+"""torchlens with its JAX backend: `torchlens.trace` of the function that computes the loss.
 
 It records every operation of a function. Its gradients come from `GradOptions`, which computes the
 derivative of the loss with respect to a zero added to each operation's result.

@@ -54,7 +54,7 @@ def program(case: Case) -> Program:
     if case.kind in transforms.TRAIN:
         return Program(lambda m, x: built.step(m, x)[0], built.args)
     if case.kind in ("shared", "unedited"):
-        # The models have functions among their leaves, which are no arguments of JAX.
+        # The models have functions among their leaves, which JAX does not take as arguments.
         arrays, rest = eqx.partition(built.args[0], eqx.is_array)
         return Program(lambda m, x: models.loss(eqx.combine(m, rest), x), (arrays, x))
     return built

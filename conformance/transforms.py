@@ -124,7 +124,7 @@ def custom_root(run: Run, m: Any, x: Any, p: Any = None) -> Any:
 
 
 def stack(run: Run, m: Any, x: Any, p: Any = None) -> Any:
-    """A scan over `m`, which holds the weights of all layers."""
+    """A scan over `m`, which contains the weights of all layers."""
 
     def body(x: Any, inputs: Any) -> Any:
         m, p = inputs

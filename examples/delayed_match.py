@@ -1,10 +1,9 @@
-"""A recurrent model learns a delayed match online: with no memory of the steps that it has taken.
+"""Train a recurrent model online on a delayed match, without keeping the steps of a sequence.
 
-A cue is shown, A or B; nothing but noise follows for some time; then a probe is shown, and the
-model has to say whether it is the same as the cue. A GRU of Flax learns that by diagonal real-time
-recurrent learning, `online.d_rtrl`: every step gives its gradient when it is taken, so what is kept
-does not grow with the sequence. The same model learns by backpropagation through time beside it,
-which keeps every step until the last one.
+The model sees a cue, A or B, then noise, and then a probe. It has to say whether the probe equals
+the cue. A GRU in Flax learns this by diagonal real-time recurrent learning, `online.d_rtrl`: every
+step gives its gradient at once, so the memory does not grow with the sequence. For comparison, the
+same model also learns by backpropagation through time, which keeps every step until the last one.
 
     python examples/delayed_match.py [picture.png]
 """
@@ -42,7 +41,7 @@ class Net(nnx.Module):
 
 
 def trials(key: jax.Array, length: int = LENGTH) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Inputs `[time, example, channel]`, when an answer is asked for, and whether it is a match."""
+    """Make inputs `[time, example, channel]`, a mask of the steps to answer, and the answers."""
     keys = jax.random.split(key, 4)
     cue, probe = jax.random.randint(keys[0], (2, BATCH), 0, 2)
     when = jax.random.randint(keys[1], (BATCH,), length // 2, length)
@@ -56,7 +55,7 @@ def trials(key: jax.Array, length: int = LENGTH) -> tuple[jax.Array, jax.Array, 
 
 
 def loss(out: jax.Array, target: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Of one step: only those are counted that are asked."""
+    """Compute the loss of one step, over the examples that must answer at this step."""
     asked, match = target
     return (asked * optax.sigmoid_binary_cross_entropy(out, match)).sum() / BATCH
 
@@ -69,7 +68,7 @@ Gradient = Callable[[Any, Any], tuple[Any, jax.Array]]
 
 
 def make() -> tuple[Any, Any]:
-    """The parameters, and the step of the model as a function of them."""
+    """Make the parameters of a model, and its step as a function of them."""
     graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
 
     def step(params: Any, h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +78,7 @@ def make() -> tuple[Any, Any]:
 
 
 def online_gradient(step: Any) -> Gradient:
-    """The gradient of a sequence, summed up as its steps are taken."""
+    """Make a function that computes the gradient of a sequence online, step by step."""
     learner = online.d_rtrl(step, loss)
 
     def gradient(params: Any, batch: Any) -> tuple[Any, jax.Array]:
@@ -99,7 +98,7 @@ def online_gradient(step: Any) -> Gradient:
 
 
 def backward_gradient(step: Any) -> Gradient:
-    """The gradient of a sequence by backpropagation through time."""
+    """Make a function that computes the gradient of a sequence by backpropagation through time."""
 
     def total(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         def one(h: jax.Array, now: Any) -> Any:
@@ -114,7 +113,7 @@ def backward_gradient(step: Any) -> Gradient:
 
 
 def train(name: str, gradient: Gradient, params: Any, progress: Progress) -> np.ndarray:
-    """The share of right answers in each batch, before it is learned from."""
+    """Train; return the share of right answers in each batch, before the update for that batch."""
     opt = optax.adam(3e-3)
 
     @jax.jit
@@ -137,7 +136,7 @@ def train(name: str, gradient: Gradient, params: Any, progress: Progress) -> np.
 
 
 def memory_of(gradient: Gradient, params: Any, length: int) -> int:
-    """Bytes that the compiled program needs beside its arguments and its results."""
+    """Return the bytes of temporary memory that the compiled program needs."""
     batch = jax.eval_shape(lambda key: trials(key, length), jax.random.key(0))
     analysis = jax.jit(gradient).lower(params, batch).compile().memory_analysis()
     return analysis.temp_size_in_bytes
@@ -146,7 +145,7 @@ def memory_of(gradient: Gradient, params: Any, length: int) -> int:
 def plot(
     curves: dict[str, np.ndarray], sizes: dict[str, list[float]], lengths: Any, path: str
 ) -> None:
-    """Accuracy over training, and memory over the length of a sequence."""
+    """Plot the accuracy over training, and the memory over the length of a sequence."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -1,13 +1,13 @@
-"""Gradient flow in a small GPT, read from its own jitted train step.
+"""Capture the gradient flow in a small GPT from its unmodified, jitted train step.
 
-A six-layer character model in Flax NNX learns a nursery rhyme. Nothing in the model or in its
-train step knows of tapax. `tapax.capture(train_step)` then returns, from the very step that trained
-the model, what every layer returned and the gradient that flowed back into it; and the model and
-its optimizer are updated as by the plain step.
+A six-layer character model in Flax NNX learns a nursery rhyme. Neither the model nor its train step
+mentions tapax. `tapax.capture(train_step)` returns the output of every layer, and the gradient of
+the loss with respect to it, from a step that also updates the model and the optimizer as the plain
+step does.
 
     python examples/gradient_flow.py [picture.png]
 
-It saves a picture of the gradient flow, and a page with both captures beside it.
+It saves a picture of the gradient flow, and next to it a page with both captures.
 """
 
 import sys
@@ -30,7 +30,7 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 6, 64, 4, 48, 8, 150
 
 
 def rhyme() -> str:
-    """The house that Jack built: each verse wraps the one before it."""
+    """Write the rhyme of the house that Jack built, whose verses contain the verses before them."""
     links = (
         ("malt", "lay in"), ("rat", "ate"), ("cat", "killed"), ("dog", "worried"),
         ("cow with the crumpled horn", "tossed"), ("maiden all forlorn", "milked"),
@@ -83,7 +83,7 @@ class GPT(nnx.Module):
 
 @nnx.jit
 def train_step(model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-    """One step of Adam. Nothing here knows that it will be looked into."""
+    """Take one step of Adam. This is an ordinary train step, which does not mention tapax."""
 
     def loss_fn(model: GPT) -> jax.Array:
         logits = model(tokens[:, :-1])
@@ -99,7 +99,7 @@ def rms(x: Any) -> float:
 
 
 def statistics(taps: tapax.Taps) -> Table:
-    """Each module with what it returned, and with the gradient that came back."""
+    """Make a table of the value and the gradient of every module."""
     table = Table(title="Inside one nnx.jit train step", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("module", style="bold", no_wrap=True)
     table.add_column("class", style="green", no_wrap=True, max_width=12)
@@ -117,7 +117,7 @@ def statistics(taps: tapax.Taps) -> Table:
 
 
 def plot(first: tapax.Taps, last: tapax.Taps, path: str) -> None:
-    """Root mean square of values and of gradients by layer, before and after training."""
+    """Plot the root mean squares of values and gradients by layer, before and after training."""
     captures = {"before training": first, f"after {STEPS} steps": last}
     shown = ["GPT/embed", "GPT/blocks/*", "**/attn", "**/mlp"]
     tapax.plot.roles(captures, at=shown).savefig(path, dpi=200)

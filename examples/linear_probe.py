@@ -1,8 +1,8 @@
-"""Linear probes of a small GPT: from which block on does it know what a paragraph is about?
+"""Fit linear probes to a small GPT: after which block does it know the topic of a paragraph?
 
 The dataset is that of `examples/sparse_autoencoder.py`, which has the topic of every word as a
-column. A probe for each block reads the topic from what the block returns; all of them learn from
-the same batches.
+column. Each block has a probe, which predicts the topic from the output of the block. All probes
+learn from the same batches.
 
     python -m examples.linear_probe [--to FOLDER] [--quick]
 """
@@ -30,9 +30,9 @@ Weights = dict[str, tuple[jax.Array, jax.Array]]
 
 
 def fit_probes(acts: tapax.Activations, epochs: int) -> dict[str, float]:
-    """Fit a probe of the topic to each site; return how often each is right.
+    """Fit a probe of the topic to each site; return the accuracy of each probe.
 
-    The last tenth of the batches is not learned from.
+    The probes are tested on the last tenth of the batches, and learn from the others.
     """
     sites, stats = acts.sites, acts.stats
     optimizer = optax.adam(1e-2)

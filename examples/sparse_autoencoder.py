@@ -1,14 +1,14 @@
-"""A sparse autoencoder of a small GPT, from a dataset of its activations.
+"""Train a sparse autoencoder of a small GPT from a dataset of its activations.
 
-The GPT reads made-up text, word by word: sentences about the sea, the kitchen, the
-garden and the sky, which share their adjectives and adverbs. To guess the next noun it must keep in
-mind what the paragraph is about. `tapax.harvest` stores what every block returns, with the topic of
-each word as a column, and a top-k autoencoder learns from that dataset (Gao et al., Scaling and
-evaluating sparse autoencoders, 2024). `examples/linear_probe.py` reads the topic from it.
+The GPT reads made-up text, word by word: sentences about the sea, the kitchen, the garden and the
+sky, which share their adjectives and adverbs. To guess the next noun, it must remember the topic of
+the paragraph. `tapax.harvest` stores the output of every block, with the topic of each word as a
+column, and a top-k autoencoder learns from that dataset (Gao et al., Scaling and evaluating sparse
+autoencoders, 2024). `examples/linear_probe.py` predicts the topic from it.
 
     python -m examples.sparse_autoencoder [--to FOLDER] [--quick]
 
-The folder keeps the model and the dataset. A second run, or one after a kill, goes on from there.
+The folder keeps the model and the dataset, so a second run, or a run after a kill, continues there.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SITE = "GPT/blocks/1"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """The sizes of the model, the text, the dataset and the autoencoder."""
 
     width: int = 64
     blocks: int = 3
@@ -65,7 +65,7 @@ BATCH, ROWS = 32, 1024
 
 
 def write_text(count: int, length: int, seed: int) -> dict[str, np.ndarray]:
-    """Write paragraphs of `length` words; `topic` is what the paragraph of each word is about."""
+    """Write paragraphs of `length` words, and the topic of the paragraph of each word."""
     rng = np.random.default_rng(seed)
     tokens, topics = np.zeros((2, count, length), np.int32)
     for row in range(count):
@@ -156,7 +156,7 @@ def load_model(path: Path, sizes: Sizes) -> GPT:
 
 
 def harvest_blocks(model: GPT, to: Path, sizes: Sizes) -> tapax.Activations:
-    """Store what every block returns, and the topic of each word beside it."""
+    """Store the output of every block, and the topic of each word."""
     text = write_text(sizes.batches * BATCH, sizes.length, seed=2)
     cut = [
         {name: x[i : i + BATCH] for name, x in text.items()}
@@ -180,7 +180,7 @@ def harvest_blocks(model: GPT, to: Path, sizes: Sizes) -> tapax.Activations:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseAutoencoder:
-    """A dictionary of directions, of which `active` add up to each activation."""
+    """A dictionary of directions; each activation is about a sum of `active` of them."""
 
     encoder: jax.Array
     decoder: jax.Array
@@ -252,7 +252,7 @@ def train_autoencoder(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How good an autoencoder is."""
+    """Measures of the quality of an autoencoder."""
 
     explained: float
     l0: float
@@ -261,18 +261,18 @@ class Report:
 
     @property
     def dead(self) -> int:
-        """How many latents no row of the dataset uses."""
+        """The number of latents that no row of the dataset uses."""
         return int((self.frequency == 0).sum())
 
     @property
     def recovered(self) -> float:
-        """How much of the loss that zeros would cost, the reconstruction does not cost."""
+        """The share of the loss added by zeros that the reconstruction avoids."""
         plain, rebuilt, zeros = self.losses.values()
         return (zeros - rebuilt) / (zeros - plain)
 
 
 def judge(sae: SparseAutoencoder, model: GPT, acts: tapax.Activations, sizes: Sizes) -> Report:
-    """Measure the autoencoder on the dataset, and in the place of the block on other text."""
+    """Measure the autoencoder on the dataset, and as a replacement of the block on other text."""
 
     @jax.jit
     def measure(sae, x):
@@ -312,14 +312,14 @@ def top_contexts(
 
 
 def _context(acts: tapax.Activations, row: int, before: int = 5) -> str:
-    """The words before a row, and the word of the row in brackets."""
+    """Return the words before a row, and the word of the row in brackets."""
     start = row - min(before, int(acts["position"][row]))
     *words, last = (WORDS[token] for token in acts["token"][start : row + 1])
     return " ".join([*words, f"[{last}]"])
 
 
 def plot(report: Report, left: list[float], path: Path) -> None:
-    """Draw the training of the autoencoder, how often its latents are used, and the losses."""
+    """Plot the training of the autoencoder, the use of its latents, and the losses."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -355,11 +355,11 @@ def show(report: Report, contexts: dict[int, list[str]], console: Console) -> No
 
 
 def run(to: Path, sizes: Sizes, console: Console) -> Report:
-    """Do everything; return how good the autoencoder is."""
+    """Run the whole example; return the measures of the autoencoder."""
     start = time.perf_counter()
     to.mkdir(parents=True, exist_ok=True)
     model = load_model(to / "model.safetensors", sizes)
-    console.print(f"The model is there after {time.perf_counter() - start:.0f} s.")
+    console.print(f"The model is ready after {time.perf_counter() - start:.0f} s.")
     acts = harvest_blocks(model, to / "acts", sizes)
     console.print(acts)
     sae, left = train_autoencoder(acts, sizes)

@@ -2,9 +2,9 @@
 
 python -m benchmarks.peers.batch_ensemble ROUNDS
 
-They must give the same numbers to 1e-6. In float32 both come down to the same operations, so what
-the compiler counts is compared as well, which is exact; in bfloat16 probly's layer computes in
-float32.
+Their results must agree to 1e-6. In float32 both layers have the same operations, so the script
+also compares the counts of the compiler, which are exact. In bfloat16 the layer of probly computes
+in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES: list[tuple[str, Callable[[Any], nnx.Module], tuple[int, ...]]] = [
 
 
 def layers(rounds: int) -> list[Result]:
-    """tapax's layers over probly's."""
+    """Compare the layers of tapax with those of probly."""
     results = []
     for name, base, shape in CASES:
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -65,7 +65,7 @@ def layers(rounds: int) -> list[Result]:
 
 
 def _cost(built: dict[str, Any], key: str) -> tuple[float, float]:
-    """What the compiler says of both programs, in millions."""
+    """Return the counts of the compiler for both programs, in millions."""
     ours, theirs = (built[name].cost_analysis()[key] / 1e6 for name in ("tapax", "probly"))
     return ours, theirs
 

@@ -2,20 +2,20 @@
 
 python benchmarks/peers/patching_torch.py --weights weights.npz --tokens tokens.npz --out out.npz
 
-For every layer and position: the corrupt prompt is run with the stream after that block, at that
-position, replaced by its value in the clean run; the metric is the difference of two logits at the
-last position. The weights are those of `benchmarks.gpt2`; tokens.npz has the prompts `clean` and
-`corrupt` and the two `answers`.
+For every layer and position, the script runs the corrupt prompt with the stream after that block,
+at that position, replaced by its value in the clean run. The metric is the difference of two logits
+at the last position. The weights are those of `benchmarks.gpt2`; tokens.npz has the prompts `clean`
+and `corrupt` and the two `answers`.
 
 out.npz has `logits` of both prompts, and for each way its result, a row for each of `layers/...`,
-and its `seconds/...`, the median of the rounds. A way that would take longer than `--limit` is run
-on layers spread evenly from the first to the last, and its time is scaled to all of them: what a
-layer takes is the same for each, or linear in its depth.
+and its `seconds/...`, the median of the rounds. A way that would take longer than `--limit` runs on
+layers spread evenly from the first to the last. Its time is scaled to all layers, because the time
+of a layer is constant or linear in its depth.
 
-With `--serve` the rounds are another process's to order: each line of input names a way, and is
-answered by the seconds that it took; out.npz is written when the input ends.
+With `--serve` another process orders the rounds: each line of input names a way, and the script
+answers with the seconds that it took. It writes out.npz when the input ends.
 
-Needs torch, transformers, transformer_lens >= 4 and nnsight.
+It needs torch, transformers, transformer_lens >= 4 and nnsight.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LEAVES = {"w": "weight", "b": "bias", "scale": "weight", "shift": "bias"}
 
 
 def translate(name: str) -> str:
-    """The name of a parameter in transformers."""
+    """Return the name of a parameter in transformers."""
     match name.split("/"):
         case ["embed"]:
             return "transformer.wte.weight"
@@ -99,7 +99,7 @@ class Prompts:
 def lens(model: Any, prompts: Prompts) -> dict[str, Sweep]:
     """TransformerLens: hooks on `hook_resid_post`.
 
-    Its `start_at_layer` would run the blocks before that layer all the same.
+    Its `start_at_layer` would run the blocks before that layer, too.
     """
 
     def site(layer: int) -> str:
@@ -144,7 +144,7 @@ def lens(model: Any, prompts: Prompts) -> dict[str, Sweep]:
 
 
 def sight(model: Any, prompts: Prompts) -> dict[str, Sweep]:
-    """nnsight: the output of a block, set inside of a trace."""
+    """nnsight: a trace that sets the output of a block."""
     blocks = model.transformer.h
 
     def residuals(tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def timed(sweep: Sweep, layers: Sequence[int]) -> tuple[float, torch.Tensor]:
 
 
 def choose(sweep: Sweep, depth: int, limit: float) -> Sequence[int]:
-    """All layers, or as many spread evenly as stay within the limit."""
+    """Return all layers or, if they exceed the limit, fewer layers at even distances."""
     fits = int(limit / timed(sweep, [depth // 2])[0])
     if fits >= depth:
         return range(depth)

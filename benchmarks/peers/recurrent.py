@@ -1,9 +1,9 @@
-"""Perturbations of hidden states by tapax and by braintrace, in one process, on the same cells.
+"""Compare perturbations of hidden states by tapax and by braintrace, in one process.
 
 python -m benchmarks.peers.recurrent ROUNDS
 
-Before a time counts, the results of both and the gradients by their perturbations must agree to
-1e-6.
+Before a time counts, the results of both libraries, and their gradients with respect to the
+perturbations, must agree to 1e-6.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INPUTS, WIDTH = 64, 128
 
 
 def _inputs(cell: Any, x: jax.Array) -> list[jax.Array]:
-    """What the programs of both take: the input, and the values of the cell's states."""
+    """Make the inputs of both programs: the input of the cell, and the values of its states."""
     function = brainstate.transform.StatefulFunction(cell, return_only_write=False)
     function.make_jaxpr(x)
     return jax.tree.leaves((x, [state.value for state in function.get_states(x)]))

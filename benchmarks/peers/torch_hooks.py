@@ -5,10 +5,10 @@
 The model is that of `benchmarks.statistics`: a GPT of 24 blocks of width 2048, 8 x 1024 tokens,
 bfloat16, each block recomputed in the backward pass, trained by plain gradient descent. Its sites
 are the seven of a block. PyTorch runs it eagerly, with a forward hook on each site that reduces the
-value and hooks the tensor for its gradient; results stay on the device until the step is over. One
-process runs both, in turns, on one device, and each library has half of the memory.
+value and hooks the tensor for its gradient. Results stay on the device until the step ends. One
+process runs both libraries in turns, on one device, and each has half of the memory.
 
-Needs torch besides jax. On a CPU, or with `--tiny`, the model is small, to try the script.
+The script needs torch as well as jax. On a CPU, or with `--tiny`, the model is small.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def torch_step(model: Model, tokens: torch.Tensor, name: str) -> Step:
 
 
 def tapax_steps(cfg: Config, form: str, names: Sequence[str]) -> dict[str, Step]:
-    """The train steps of JAX in one form of the model, each with parameters of its own."""
+    """The train steps of JAX in one form of the model, each with separate parameters."""
     make = getattr(statistics, form)
     args = cfg.arguments(stacked=form == "scanned")
     marked = gpt.train_step(make(cfg, tapax))
@@ -204,7 +204,7 @@ def tapax_steps(cfg: Config, form: str, names: Sequence[str]) -> dict[str, Step]
 
 
 def check_statistics(cfg: Config, device: str) -> None:
-    """Raises unless both libraries find the same statistics of a small model."""
+    """Raise unless both libraries find the same statistics of a small model."""
     model = Model(cfg.arguments()[0], cfg, device)
     tokens = torch.from_numpy(np.array(cfg.arguments()[1], np.int64)).to(device)
     theirs = torch_step(model, tokens, "rms")()[1]

@@ -1,9 +1,9 @@
-"""Makes the data, trains the network, says how good it is, and looks inside.
+"""Make the data, train the network, measure its errors, and look inside it.
 
     python -m examples.structure_factor [--species C|CH] [--quick] [--to FOLDER]
 
-Writes the trained model to FOLDER/model and the pictures beside it. FOLDER must be new; without it
-that is structure_factor, structure_factor-2 and so on.
+It writes the trained model to FOLDER/model, and the pictures to FOLDER, which must be new. By
+default FOLDER is structure_factor, structure_factor-2 and so on.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, optimizer = train(data, steps)
     root, worst = errors(model, held_out)
     console.print(
-        f"On {len(held_out.x)} points of {len(held_out.x) // held_out.points} states it has not "
-        f"seen, S is off by {root:.1e} (root mean square), {worst:.1e} at most."
+        f"On {len(held_out.x)} points of {len(held_out.x) // held_out.points} states that it has "
+        f"not seen, S is off by {root:.1e} (root mean square), {worst:.1e} at most."
     )
     model.save(folder / "model")
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _find_new_folder() -> Path:
-    """The first of structure_factor, structure_factor-2, ... that does not exist."""
+    """Return the first of structure_factor, structure_factor-2, ... that does not exist."""
     later = (f"structure_factor-{i}" for i in itertools.count(2))
     names = itertools.chain(["structure_factor"], later)
     return next(path for path in map(Path, names) if not path.exists())

@@ -1,9 +1,9 @@
-"""Inside the network: what moves S, and what every layer does.
+"""Look inside the network: sensitivities to the inputs, and values and gradients of every layer.
 
-Sensitivities dS/d(T, rho, Z, k) of the network, beside those of the solver itself, which is
-differentiable; and the values and gradients of every layer, read by tapax from the unmodified
-model, whose `__call__` is under `@nnx.jit`, inside plain `jax.grad` and `jax.vmap`, inside
-`nnx.grad`, and inside the very step that trains it.
+The functions compute the sensitivities dS/d(T, rho, Z, k) of the network and, for comparison, those
+of the solver, which is differentiable. tapax captures the values and gradients of every layer of
+the unmodified model, whose `__call__` is under `@nnx.jit`: inside plain `jax.grad` and `jax.vmap`,
+inside `nnx.grad`, and inside the train step.
 
     >>> from flax import nnx
     >>> from examples.structure_factor.model import NNModel
@@ -13,9 +13,9 @@ model, whose `__call__` is under `@nnx.jit`, inside plain `jax.grad` and `jax.vm
     >>> dS.shape, taps.grads["NNModel/layers/2"].shape
     ((2, 4), (2, 128))
 
-`jax.grad` of a function that closes over such a model is refused by Flax: `nnx.jit` writes the
-model's variables back, and these belong to the code outside of the gradient. Captured, it works;
-where nothing is captured, a copy made inside, `nnx.clone(model)`, belongs to the inside.
+Flax refuses `jax.grad` of a function that closes over such a model, because `nnx.jit` writes the
+variables of the model back, and these were created outside of the gradient. Under a capture, the
+call works. Without a capture, make a copy of the model inside the function: `nnx.clone(model)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +40,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def rows_of(state: Sequence[float], k: Any) -> np.ndarray:
-    """The network's inputs `[K, inputs]` for one state `[T, rho, Z_1, ...]` at many k."""
+    """Make the inputs `[K, inputs]` of the network for one state `[T, rho, Z_1, ...]` at many k."""
     k = np.asarray(k, np.float64)
     return np.concatenate([np.broadcast_to(state, (len(k), len(state))), k[:, None]], -1)
 
 
 def network_sensitivity(model: NNModel, x: Any) -> jax.Array:
-    """dS_ab / dx of the network, `[K, pairs, inputs]`, per eV, g/cm^3, charge, 1/Angstrom."""
+    """Compute dS_ab / dx of the network, `[K, pairs, inputs]`, in the units of the inputs."""
 
     def S(row: jax.Array) -> jax.Array:
         return nnx.clone(model)(row)
@@ -55,7 +55,7 @@ def network_sensitivity(model: NNModel, x: Any) -> jax.Array:
 
 
 def solver_sensitivity(mixture: Mixture, state: Sequence[float], k: Any) -> np.ndarray:
-    """The same of the HNC solution itself, by the implicit function theorem."""
+    """Compute dS_ab / dx of the HNC solution, by the implicit function theorem."""
     with jax.enable_x64(True):
         state, k = jnp.asarray(state, jnp.float64), jnp.asarray(k, jnp.float64)
         return np.asarray(_derivatives(mixture, state, k))
@@ -69,25 +69,25 @@ def _derivatives(mixture: Mixture, state: jax.Array, k: jax.Array) -> jax.Array:
         return mixture.structure_factors(state[0], state[1], state[2:], k, **GRID)[:, *pairs]
 
     by_state = jax.jacfwd(S)(state, k)
-    # Each S has a k of its own: all derivatives by k are one forward pass.
+    # Each S depends on one k, so one forward pass computes all derivatives by k.
     by_k = jax.jvp(partial(S, state), (k,), (jnp.ones_like(k),))[1]
     return jnp.concatenate([by_state, by_k[..., None]], -1)
 
 
 def under_jax_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, tapax.Taps]:
-    """The gradient of the first S by each row of x, and every layer of it on the way."""
+    """Compute the gradient of the first S by each row of x, and capture every layer."""
     return tapax.capture(jax.vmap(jax.grad(lambda x: model(x)[0])))(x)
 
 
 def under_nnx_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, tapax.Taps]:
-    """The same by Flax's own transformation, which takes the model as it is."""
+    """Compute and capture these gradients with `nnx.grad`, which takes the model as an argument."""
     return tapax.capture(nnx.grad(lambda model, x: model(x)[..., 0].sum(), argnums=1))(model, x)
 
 
 def in_training(
     model: NNModel, optimizer: nnx.Optimizer, data: Data, rows: int = 512
 ) -> tuple[jax.Array, tapax.Taps]:
-    """One more step of the training: its loss, and every layer's value and gradient in it."""
+    """Take one more step of the training; return its loss and the taps of every layer."""
     return tapax.capture(train_step)(model, optimizer, data.x[:rows], data.y[:rows])
 
 
@@ -96,7 +96,7 @@ def rms(x: Any) -> float:
 
 
 def layers_table(looks: Mapping[str, tapax.Taps]) -> Table:
-    """Every layer with the root mean square of what it returned and of its gradient."""
+    """Make a table of the root mean squares of the value and the gradient of every layer."""
     table = Table(
         title="Layer by layer, root mean square",
         caption="Gradients are those of the first S, and in training of the loss.",
@@ -116,7 +116,7 @@ def layers_table(looks: Mapping[str, tapax.Taps]) -> Table:
 
 
 def names_of(mixture: Mixture) -> tuple[list[str], list[str]]:
-    """The inputs and the pairs, as they are called in tables and plots."""
+    """Return the names of the inputs and of the pairs, for tables and plots."""
     many = len(mixture.names) > 1
     charges = [f"Z({name})" if many else "Z" for name in mixture.names]
     pairs = zip(*np.triu_indices(len(mixture.names)), strict=True)
@@ -126,7 +126,7 @@ def names_of(mixture: Mixture) -> tuple[list[str], list[str]]:
 def sensitivity_tables(
     mixture: Mixture, state: Sequence[float], k: Any, network: Any, solver: Any
 ) -> list[Table]:
-    """For each pair, at ten of the k: what S changes by for a relative change of an input."""
+    """Make a table for each pair: the change of S for a relative change of an input, at ten k."""
     inputs, pairs = names_of(mixture)
     x = rows_of(state, k)
     digits = 3 if len(inputs) < 5 else 2  # 80 columns
@@ -156,7 +156,7 @@ def plot(
     network: np.ndarray,
     solver: np.ndarray,
 ) -> Figure:
-    """Above: S of the network on the solver's. Below: what each input moves, for one state."""
+    """Plot S of the network and the solver above, and the sensitivities for one state below."""
     inputs, pairs = names_of(mixture)
     figure = Figure(figsize=(4 + 3 * len(pairs), 5.6), layout="constrained")
     axes = figure.subplots(2, len(pairs), squeeze=False)

@@ -4,7 +4,7 @@ Ions of charges Z_a and number fractions x_a repel each other through
 
     u_ab(r) / kT = Gamma Z_a Z_b exp(-kappa r) / r,    Gamma = e^2 / (4 pi eps0 a kT),
 
-in a background that makes the whole neutral. Lengths are in units of the Wigner-Seitz radius a of
+in a background that makes the plasma neutral. Lengths are in units of the Wigner-Seitz radius a of
 all ions together, 4 pi n a^3 / 3 = 1; `kappa = 0` is the Coulomb potential, and one species of
 charge 1 is then the one-component plasma (OCP). `plasma.py` turns temperatures and densities into
 these numbers.
@@ -16,23 +16,27 @@ these numbers.
     >>> ocp.at([0.0, 4.5])[:, 0, 0].round(3)
     array([0.   , 1.109])
 
-What is solved. The pair correlations h = g - 1 and the direct correlations c obey
+The pair correlations h = g - 1 and the direct correlations c obey
 
     g = exp(-u/kT + h - c),      S = 1 + n^(1/2) H n^(1/2) = (1 - n^(1/2) C n^(1/2))^(-1),
 
-the second, Ornstein-Zernike, a matrix equation for each k. As c goes like -u/kT far away, and its
-transform like 1/k^2, the part of u that is smooth at the origin is taken out of both (Ng 1974):
-its transform is 4 pi Gamma Z_a Z_b exp(-(k^2 + kappa^2) / 4 alpha^2) / (k^2 + kappa^2), for which
-at kappa = 0 erf(alpha r) / r. What is left, c_s = c + u_long/kT and y = h - c_s, is short-ranged,
-smooth, and small enough at both ends for the sine transforms. The unknown is r y(r); the fixed
-point of one turn through both equations is found by Anderson's acceleration of damped iteration.
+the closure, and the Ornstein-Zernike equation, a matrix equation for each k. Far away, c behaves
+like -u/kT, and its transform like 1/k^2 for small k. So the solver subtracts from both the part of
+u that is smooth at the origin (Ng 1974). Its transform is
 
-Everything is computed in 64 bits, whatever JAX is set to outside: `solve` sets it for the call.
+    4 pi Gamma Z_a Z_b exp(-(k^2 + kappa^2) / 4 alpha^2) / (k^2 + kappa^2),
+
+for kappa = 0 that of Gamma Z_a Z_b erf(alpha r) / r. The remainders c_s = c + u_long/kT and
+y = h - c_s are short-ranged, smooth, and small enough at both ends for the sine transforms. The
+unknown is r y(r). Anderson acceleration of a damped iteration finds the fixed point of one pass
+through both equations.
+
+The solver computes in 64 bits, whatever the setting of JAX: `solve` enables them for the call.
 The solution is differentiable in all its parameters, forwards and backwards, by the implicit
 function theorem: take gradients under `jax.enable_x64(True)`.
 
-A state that did not converge has NaN in every array, and its `residual` says how far it was from
-a solution. A derivative whose linear equations could not be solved is NaN as well.
+A state that does not converge has NaN in every array, and its `residual` says how far it is from a
+solution. A derivative is NaN, too, if its linear equations cannot be solved.
 """
 
 from dataclasses import dataclass
@@ -46,12 +50,12 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.scipy.special import erfc
 
-ALPHA = 1.0  # where the potential is split, in 1/a
+ALPHA = 1.0  # the inverse length at which the potential is split, in 1/a
 DENSITY = 3 / (4 * np.pi)  # of all ions, in 1/a^3
 
 
 class Grid(NamedTuple):
-    """`points` radii up to `length`, and as many wave numbers; when the iteration ends."""
+    """`points` radii up to `length`, as many wave numbers, and the options of the iteration."""
 
     points: int = 1023
     length: float = 40.0
@@ -83,20 +87,20 @@ class Parameters(NamedTuple):
 )
 @dataclass(frozen=True)
 class Result:
-    """What `solve` returns. States come first; a and b are species."""
+    """The result of `solve`. The axes of states come first; a and b are species."""
 
     r: Array  # [N], in units of a
     g: Array  # [..., a, b, N]
     k: Array  # [N], in units of 1/a
     S: Array  # [..., a, b, N]
-    c: Array  # [..., a, b, N], the direct correlation less its long-ranged part
-    residual: Array  # [...], the largest change of h - c in one more turn
+    c: Array  # [..., a, b, N], the direct correlation without its long-ranged part
+    residual: Array  # [...], the largest change of h - c in one more pass
     iterations: Array  # [...]
     converged: Array  # [...]
     parameters: Parameters
 
     def at(self, k: Any) -> Array:
-        """S at any k >= 0: [..., K, a, b], for k of shape [K] or [..., K], exact on this grid."""
+        """Compute S, [..., K, a, b], at any k >= 0 of shape [K] or [..., K]; exact on this grid."""
         with jax.enable_x64(True):
             _check_traced("k", k)
             if np.ndim(k) == 0:
@@ -114,7 +118,7 @@ class Result:
             return _concrete(_structure_at_all(self.c, self.r, self.parameters, k))
 
     def energy(self) -> Array:
-        """The excess internal energy per ion over kT; of screened ions, less its mean field."""
+        """Compute the excess energy per ion over kT; for screened ions, without the mean field."""
         with jax.enable_x64(True):
             r, dr = self.r, self.r[0]
             gamma, charges, fractions, kappa = self.parameters
@@ -128,10 +132,10 @@ class Result:
 def solve(
     gamma: Any, charges: Any = (1.0,), fractions: Any = None, kappa: Any = 0.0, **grid: Any
 ) -> Result:
-    """The HNC solution for one state or many.
+    """Solve the HNC equations for one state or many.
 
-    `gamma` and `kappa` have any shape, `charges` and `fractions` the species as one axis more, the
-    last; all are broadcast, and the states solved together. `grid` are fields of `Grid`.
+    `gamma` and `kappa` have any shape. `charges` and `fractions` have one more axis, the last, for
+    the species. All are broadcast, and all states are solved together. `grid` has fields of `Grid`.
     """
     unknown = set(grid) - set(Grid._fields)
     if unknown:
@@ -160,7 +164,7 @@ def solve(
 
 
 def _concrete(tree: Any) -> Any:
-    """NumPy's arrays, which stay 64 bits wide outside; what is traced, as it is."""
+    """Convert arrays to NumPy, so that they keep 64 bits; leave traced values as they are."""
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
     return tree if traced else jax.tree.map(np.asarray, tree)
 
@@ -228,7 +232,7 @@ def _sine(x: Array) -> Array:
 
 
 def _short(r: Array, kappa: Array) -> Array:
-    """What is left of exp(-kappa r) / r without its smooth, long-ranged part."""
+    """Compute exp(-kappa r) / r without its smooth, long-ranged part."""
     low, high = ALPHA * r - kappa / (2 * ALPHA), ALPHA * r + kappa / (2 * ALPHA)
     # erfc is zero beyond 26.6, where the exponential in front of it may be infinite.
     near = high < 26
@@ -237,10 +241,10 @@ def _short(r: Array, kappa: Array) -> Array:
 
 
 def _structure(c: Array, parameters: Parameters, k: Array) -> Array:
-    """S for n^(1/2) C_s n^(1/2) at one k: the inverse of M = 1 - c + (p/d) v v'.
+    """Compute S from n^(1/2) C_s n^(1/2) at one k: the inverse of M = 1 - c + (p/d) v v'.
 
-    d goes to zero with k, so the axis of v is turned into the first one by a reflection q, and the
-    first row multiplied by d / (d + p): nothing is infinite then, nor lost to rounding.
+    d goes to zero with k. So a reflection q turns the axis of v into the first one, and the first
+    row is multiplied by d / (d + p). Then nothing is infinite, and nothing is lost to rounding.
     """
     gamma, charges, fractions, kappa = parameters
     v = jnp.sqrt(DENSITY * fractions) * charges
@@ -256,7 +260,7 @@ def _structure(c: Array, parameters: Parameters, k: Array) -> Array:
 
 
 def _inverse(m: Array) -> Array:
-    """LAPACK takes one small matrix at a time, which is slow for the thousands that come here."""
+    """Invert a small matrix. LAPACK takes one at a time, and so is slow for thousands of them."""
     if len(m) == 1:
         return 1 / m
     if len(m) == 2:
@@ -266,11 +270,11 @@ def _inverse(m: Array) -> Array:
 
 
 def _turn(x: Array, parameters: Parameters, grid: Grid) -> tuple[Array, Array, Array, Array]:
-    """One turn through closure and Ornstein-Zernike: h, c_s, the new r (h - c_s), and S."""
+    """Pass once through both equations; return h, c_s, the new r (h - c_s), and S."""
     gamma, charges, fractions, kappa = parameters
     r, k = grid.r, grid.k
     u = gamma * jnp.multiply.outer(jnp.outer(charges, charges), _short(r, kappa))
-    # The bound is for first guesses far off: it is a pair correlation of 22026.
+    # Bad first guesses need the bound, a pair correlation of 22026.
     h = jnp.expm1(jnp.minimum(x / r - u, 10.0))
     c = h - x / r
     root = jnp.sqrt(DENSITY * fractions)
@@ -282,7 +286,7 @@ def _turn(x: Array, parameters: Parameters, grid: Grid) -> tuple[Array, Array, A
 
 
 class _Search(NamedTuple):
-    """Anderson's iteration: the last points tried, with the change that a turn makes to each."""
+    """The state of Anderson acceleration: the last points, and the change of each in one pass."""
 
     x: Array
     xs: Array
@@ -302,11 +306,11 @@ def _search(x: Array, parameters: Parameters, grid: Grid, tolerance: Array) -> _
         x, xs, fs = state.x, state.xs, state.fs
         f = (_turn(x.reshape(shape), parameters, grid)[2]).ravel() - x
         residual = jnp.abs(f.reshape(shape) / r).max()
-        # An extrapolation that went astray is taken back, and what led to it is forgotten.
+        # Undo an extrapolation that went astray, and forget the points that led to it.
         astray = ~(residual < 5 * state.best)
         better = residual < state.best
         best_x, best_f = jnp.where(better, x, state.best_x), jnp.where(better, f, state.best_f)
-        # The combination of what was tried that would cancel f, were the turn a linear map.
+        # Combine the last points such that f would vanish if the pass were linear.
         tried = jnp.arange(memory) < state.filled
         dx = jnp.where(tried[:, None], x - xs, 0)
         df = jnp.where(tried[:, None], f - fs, 0)
@@ -315,7 +319,7 @@ def _search(x: Array, parameters: Parameters, grid: Grid, tolerance: Array) -> _
         mix = jnp.linalg.solve(gram, df @ f)
         new = x + grid.damping * f - mix @ (dx + grid.damping * df)
         slot = state.filled % memory
-        # A solution is returned as it was found to be one, not a step later.
+        # Return the point that was found to be a solution, not the next one.
         new = jnp.where(residual <= tolerance, x, new)
         return _Search(
             x=jnp.where(astray, best_x + grid.damping**2 * best_f, new),
@@ -341,7 +345,7 @@ def _search(x: Array, parameters: Parameters, grid: Grid, tolerance: Array) -> _
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _fixed_point(parameters: Parameters, grid: Grid) -> tuple[Array, Array, Array]:
-    """From Debye and Hueckel's solution, which has no c_s, by way of a quarter of the coupling."""
+    """Solve at a quarter of the coupling, from Debye and Hueckel (c_s = 0); then at all of it."""
     weak = parameters._replace(gamma=parameters.gamma / 4)
     species = len(parameters.charges)
     none = jnp.zeros((species, species))
@@ -353,8 +357,9 @@ def _fixed_point(parameters: Parameters, grid: Grid) -> tuple[Array, Array, Arra
     def stage(x: Array, how: tuple[Array, Array]) -> tuple[Array, tuple[Array, ...]]:
         part, tolerance = how
         found = _search(x, parameters._replace(gamma=part * parameters.gamma), grid, tolerance)
-        # h - c_s grows with the coupling, though less. From twice that of a quarter of the coupling
-        # every state tried up to Gamma Z^2 = 350 converges (a plasma crystallises near 175).
+        # h - c_s grows with the coupling, but less than linearly. From twice its value at a quarter
+        # of the coupling, all tested states up to Gamma Z^2 = 350 converge. Plasmas crystallise
+        # near 175.
         return 2 * found.x, (found.x, found.residual, found.iterations)
 
     stages = (jnp.array([0.25, 1.0]), jnp.array([0.03, grid.tolerance]))
@@ -365,7 +370,7 @@ def _fixed_point(parameters: Parameters, grid: Grid) -> tuple[Array, Array, Arra
 
 @_fixed_point.defjvp
 def _implicit(grid: Grid, primals: Any, tangents: Any) -> Any:
-    """x = F(x, p) moves with p by dx = F_x dx + F_p dp."""
+    """Differentiate x = F(x, p): dx = F_x dx + F_p dp."""
     (parameters,), (change,) = primals, tangents
     x, residual, iterations = _fixed_point(parameters, grid)
     _, moved = jax.jvp(lambda p: _turn(x, p, grid)[2], (parameters,), (change,))

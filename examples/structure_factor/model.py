@@ -1,8 +1,8 @@
 """The network: from `[T, rho, Z_1, ..., k]` to the static structure factors S_ab.
 
-A multilayer perceptron with SiLU between its layers, as plain a Flax NNX module as there is.
-Inputs are physical (see `plasma.py`); each is divided by its maximum in the training data, which
-is kept in the model. The output is the upper triangle of the symmetric matrix S_ab, by rows.
+A multilayer perceptron with SiLU between its layers, as an ordinary Flax NNX module. Inputs are
+physical (see `plasma.py`). The model divides each by its maximum in the training data, which it
+stores. The output is the upper triangle of the symmetric matrix S_ab, by rows.
 
     >>> from flax import nnx
     >>> model = NNModel(species=2, maxima=[100.0, 10.0, 4.0, 1.0, 8.0], rngs=nnx.Rngs(0))
@@ -27,7 +27,7 @@ WIDTHS = (64, 128, 128, 64)
 
 
 class Maxima(nnx.Variable):
-    """What the inputs are divided by: stored with the model, never trained."""
+    """The divisors of the inputs, which the model stores and never trains."""
 
 
 class NNModel(nnx.Module):
@@ -49,7 +49,7 @@ class NNModel(nnx.Module):
 
     @nnx.jit
     def __call__(self, x: Any) -> jax.Array:
-        """The upper triangle of S_ab, `[..., species * (species + 1) / 2]`."""
+        """Compute the upper triangle of S_ab, `[..., species * (species + 1) / 2]`."""
         x = jnp.asarray(x)
         if x.shape[-1:] != (self.species + 3,):
             raise ValueError(
@@ -62,14 +62,14 @@ class NNModel(nnx.Module):
         return self.layers[-1](x)
 
     def matrix(self, x: Any) -> jax.Array:
-        """S_ab, `[..., species, species]`, symmetric."""
+        """Compute S_ab, `[..., species, species]`, which is symmetric."""
         rows, columns = np.triu_indices(self.species)
         place = np.zeros((self.species, self.species), int)
         place[rows, columns] = place[columns, rows] = np.arange(len(rows))
         return self(x)[..., place]
 
     def save(self, path: str | Path) -> None:
-        """Architecture, maxima and weights, in one new folder."""
+        """Write the architecture, the maxima and the weights to a new folder."""
         path = Path(path).absolute()
         if path.exists():
             raise FileExistsError(

@@ -1,4 +1,4 @@
-"""Temperatures, densities and charges, as the solver and the network see them.
+"""Convert temperatures, densities and charges to the units of the solver.
 
 Units: T in eV, the mass density rho in g/cm^3, charges Z in elementary charges, k in 1/Angstrom.
 The ions of a `Mixture` repel each other by a potential that the electrons screen, with a wave
@@ -14,7 +14,7 @@ number kappa between Debye's (hot) and Thomas and Fermi's (dense):
     >>> S.shape  # k, species, species
     (2, 2, 2)
 
-Nothing here is specific to NumPy or JAX: dimensionless numbers of traced values are traced.
+The functions take NumPy arrays and JAX arrays; for traced values, they return traced values.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Mixture:
     screened: bool = True
 
     def dimensionless(self, T: Any, rho: Any, Z: Any) -> tuple[Any, Any, Any]:
-        """`gamma` and `kappa` of `solve`, and the Wigner-Seitz radius a in Angstrom."""
+        """Compute `gamma` and `kappa` of `solve`, and the Wigner-Seitz radius a in Angstrom."""
         if np.shape(Z)[-1:] != (len(self.names),):
             raise ValueError(
                 f"Z has the shape {np.shape(Z)}; its last axis must be the {len(self.names)} "
@@ -60,7 +60,7 @@ class Mixture:
         return solve(gamma, Z, self.fractions, kappa, **grid)
 
     def structure_factors(self, T: Any, rho: Any, Z: Any, k: Any, **grid: Any) -> Any:
-        """S_ab at k in 1/Angstrom, `[..., K, a, b]`; NaN for a state that did not converge."""
+        """Compute S_ab at k in 1/Angstrom, `[..., K, a, b]`; NaN if a state does not converge."""
         with jax.enable_x64(True):
             a = jnp.asarray(self.dimensionless(T, rho, Z)[2])
             k = jnp.asarray(k, jnp.float64) * a[..., None]

@@ -1,8 +1,9 @@
-"""The data, and the training of the network on it.
+"""Make the data, and train the network on them.
 
-Data are rows `[T, rho, Z_1, ..., k]` and the upper triangle of S_ab there, from the solver. States
-are drawn evenly in log T, log rho and Z; on each, as many k are drawn, one from each of equal
-intervals. Whole states are held out, not rows: neighbours in k say little about a model.
+The data are rows `[T, rho, Z_1, ..., k]`, and the upper triangle of S_ab for each row, from the
+solver. States are uniform in log T, log rho and Z. Each state has one random k from each of several
+equal intervals. The test data are whole states, not rows, because rows of one state resemble each
+other.
 
     >>> from examples.structure_factor.plasma import CARBON
     >>> data = make_data(CARBON, states=20, points=8, quiet=True)
@@ -10,7 +11,7 @@ intervals. Whole states are held out, not rows: neighbours in k say little about
     >>> learned.x.shape, held_out.y.shape
     ((120, 4), (40, 1))
 
-The train step is the user's own: nothing in it, or in the model, knows that it is looked into.
+The train step is an ordinary one. Neither it nor the model mentions tapax.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from .model import NNModel
 from .plasma import Mixture
 
 GRID = {"points": 511, "length": 25.0}
-CHUNK = 256  # states solved together, which wait for the slowest of them
+CHUNK = 256  # states to solve together; all take as long as the slowest
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def bar(what: str, unit: str, quiet: bool) -> Progress:
 
 
 def charges(mixture: Mixture, within: Range, rng: np.random.Generator, states: int) -> np.ndarray:
-    """One charge a state and species; hydrogen has at most one, and here at least a half."""
+    """Draw a charge for each state and species, for hydrogen between a half and one."""
     limits = [(0.5, 1.0) if name == "H" else within.Z for name in mixture.names]
     return np.stack([rng.uniform(*limit, states) for limit in limits], -1)
 
@@ -67,7 +68,7 @@ def make_data(
     seed: int = 0,
     quiet: bool = False,
 ) -> Data:
-    """Solves `states` states. One that does not converge is an error, not a hole in the data."""
+    """Solve `states` random states; raise if one does not converge."""
     rng = np.random.default_rng(seed)
     T, rho = (np.exp(rng.uniform(*np.log(x), states)) for x in (within.T, within.rho))
     Z = charges(mixture, within, rng, states)
@@ -78,7 +79,7 @@ def make_data(
     with bar("solving", "states", quiet) as progress:
         task = progress.add_task("", total=states)
         for start in range(0, states, CHUNK):
-            # The last chunk begins earlier: all have one size, and are compiled once.
+            # The last chunk overlaps the one before, so that all have one size and compile once.
             part = slice(max(0, min(start, states - CHUNK)), min(start + CHUNK, states))
             found = mixture.structure_factors(T[part], rho[part], Z[part], k[part], **GRID)
             S[part] = found[..., rows, columns]
@@ -96,7 +97,7 @@ def make_data(
 
 
 def split(data: Data, held_out: float = 0.1) -> tuple[Data, Data]:
-    """The last states are held out; states are drawn independently of each other."""
+    """Split off the last states as test data; states are independent of each other."""
     states = len(data.x) // data.points
     rows = (states - round(held_out * states)) * data.points
     x, y, points = data
@@ -121,7 +122,7 @@ def new_optimizer(model: NNModel, steps: int, rate: float = 1e-2) -> nnx.Optimiz
 def train(
     data: Data, steps: int, batch: int = 512, *, seed: int = 0, quiet: bool = False
 ) -> tuple[NNModel, nnx.Optimizer]:
-    """A model that has seen `steps` batches, drawn without repetition, over and over."""
+    """Train a model on `steps` batches, in epochs without repetition."""
     species = data.x.shape[1] - 3
     model = NNModel(species, data.x.max(0), rngs=nnx.Rngs(seed))
     optimizer = new_optimizer(model, steps)
@@ -133,7 +134,7 @@ def train(
                 order = np.concatenate([order, rng.permutation(len(data.x))])
             now, order = order[:batch], order[batch:]
             recent.append(train_step(model, optimizer, data.x[now], data.y[now]))
-            if (i + 1) % 100 == 0 or i + 1 == steps:  # the numbers are fetched seldom: it waits
+            if (i + 1) % 100 == 0 or i + 1 == steps:  # fetching numbers waits for the device
                 error = float(np.sqrt(np.mean(jax.device_get(recent))))
                 progress.update(task, completed=i + 1, error=error)
                 recent = []
@@ -141,6 +142,6 @@ def train(
 
 
 def errors(model: NNModel, data: Data) -> tuple[float, float]:
-    """The root mean square and the largest error of S over the data."""
+    """Return the root mean square error and the largest error of S over the data."""
     off = np.asarray(model(data.x), np.float64) - data.y
     return float(np.sqrt(np.mean(off**2))), float(np.abs(off).max())

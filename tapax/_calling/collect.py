@@ -75,8 +75,8 @@ def make_taps(
         into = grads if entry.grad else values
         if name in into:
             raise SiteError(
-                f"The {site.described}, has more than one fold: one of them is inside a shard_map, "
-                "where every device has its own. Give it another name."
+                f"The {site.described}, has more than one fold: one is inside a shard_map, where "
+                "every device has a separate one. Give one of them another name."
                 if entry.folded
                 else f"Two reducers of one name select {name!r}, marked at {site.source}, so the "
                 "result would have two arrays of that name. Rename one: reducer.named(...)."
@@ -206,7 +206,7 @@ def _sum(second: Sequence[Entry], copies: Sequence[Entry]) -> Entry:
     if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
         raise SiteError(
             f"The {first.site.described}, is in a checkpoint through which several second "
-            "derivatives are taken, and which part belongs to which cannot be told. Leave it out "
+            "derivatives are taken, so tapax cannot tell which part belongs to which. Leave it out "
             "of `grads`."
         )
     return _pulled_back(first, 1, functools.reduce(jnp.add, [p.value for p in parts]))

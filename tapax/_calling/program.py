@@ -156,8 +156,8 @@ def _check_result(fn: Function, x: Value) -> None:
     if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
         raise TypeError(
             f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "
-            "that JAX knows, so what is in it cannot be returned from a traced program. Return a "
-            "pytree: register the class with jax.tree_util.register_dataclass."
+            "that JAX knows, so a traced program cannot return its contents. Return a pytree: "
+            "register the class with jax.tree_util.register_dataclass."
         )
 
 

@@ -85,9 +85,10 @@ def split(
             hash(leaf)
         except TypeError:
             raise TypeError(
-                f"An argument of {name_of(fn)} holds {leaf!r}, of type {type(leaf).__name__}, "
-                "which is neither an array or a number, to be traced, nor hashable, to be kept "
-                "fixed. Close over it (functools.partial), or make its class a pytree."
+                f"An argument of {name_of(fn)} contains {leaf!r}, of type {type(leaf).__name__}. "
+                "It cannot be traced, because it is neither an array nor a number, nor be static, "
+                "because it is not hashable. Close over it (functools.partial), or make its class "
+                "a pytree."
             ) from None
         # 0.0 equals -0.0, and True equals 1.
         statics += [(i, leaf, repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf))]

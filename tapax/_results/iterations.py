@@ -52,8 +52,8 @@ def split_iterations(
         )
     if spans_processes(array):
         raise ValueError(
-            f"{purpose} needs all of {site.name!r}, but this process holds only a part of it. "
-            "Every process holds the whole of a statistic: capture with values=tapax.reduce.rms."
+            f"{purpose} needs all of {site.name!r}, but this process has only a part of it. "
+            "Every process has the whole of a statistic: capture with values=tapax.reduce.rms."
         )
     array = np.asarray(array)
     mask = np.ones((), bool) if valid is None else np.asarray(valid)

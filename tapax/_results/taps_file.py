@@ -2,7 +2,7 @@
 
 The keys are `values/NAME`, `grads/NAME` and `valid/NAME`, so that every reader of safetensors finds
 the arrays. The metadata of the file contains, as JSON, the types of the arrays, in the order of the
-program, the sites, and the flow of data between them. A new last axis holds the pairs of a complex
+program, the sites, and the flow of data between them. A new last axis has the pairs of a complex
 number, and the bytes of other types that safetensors lacks. A random key is stored as its data.
 
 `write_taps` writes a file under another name, and renames it when it is complete.

@@ -175,7 +175,7 @@ def evenly_mapped(mark: Mark, arrays: list[tuple[Value, int]]) -> tuple[list[Val
     if any(count and x.shape[:count] != batch for x, count in arrays):
         raise SiteError(
             f"The {mark.described}, is one of several arrays that are folded together, but the "
-            "arrays are under different vmaps. Sow each array under a name of its own."
+            "arrays are under different vmaps. Sow each array under a different name."
         )
     spread = (y if n == mapped else _repeat(y, jax.typeof(x), mapped) for y, n in arrays)
     return list(spread), mapped

@@ -28,8 +28,8 @@ from tapax.reduce import Reducer
 from tapax.reduce._together import see_together
 
 _KEPT = (
-    "The function, or a library that it calls, stores a jaxpr of its own. Clear that jaxpr, or "
-    "make the function again, before this call."
+    "The function, or a library that it calls, stores a jaxpr that it traced earlier. Clear that "
+    "jaxpr, or make the function again, before this call."
 )
 
 

@@ -157,8 +157,8 @@ def _replace_values(
         value, others = taps.values[site.name], source.values.get(site.name)
         if others is None:
             raise SiteError(
-                f"`fn` does not reach the {site.described}, with `reference`. Pass examples with "
-                "which it does."
+                f"When `fn` is called with `reference`, it does not reach the {site.described}. "
+                "Pass examples for which it does."
             )
         at = _batch_axis(site, value, axis)
         if how == "mean":

@@ -66,9 +66,9 @@ class BatchSource:
         """Raise if the folder contains a dataset that an iterable would have to continue."""
         if self.count is None and is_dataset(folder.path):
             raise ValueError(
-                f"The folder {str(folder.path)!r} holds a dataset already, and this harvest "
-                f"cannot continue it: {_NEEDS_SEQUENCE}. If it is complete, `tapax.open` reads "
-                "it."
+                f"The folder {str(folder.path)!r} already contains a dataset, and this "
+                f"harvest cannot continue it: {_NEEDS_SEQUENCE}. If it is complete, "
+                "`tapax.open` reads it."
             )
 
     def tasks(

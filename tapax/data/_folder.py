@@ -140,8 +140,8 @@ class DatasetFolder:
             if _lock(descriptor) is False:
                 holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
                 raise WorkerTakenError(
-                    f"{holder} harvests into {str(self.path)!r} as {worker} already. Give every "
-                    "process a worker number of its own, or wait until that one has ended."
+                    f"{holder} already harvests into {str(self.path)!r} as {worker}. Give every "
+                    "process a different worker number, or wait until that one has ended."
                 )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "make", metavar="SCRIPT:FUNCTION", help="returns the arguments of tapax.harvest as a dict"
     )
     parser.add_argument("--worker", metavar="I/N", help="be worker I of N; the first is 0")
-    parser.add_argument("--to", metavar="DIR", help="the folder, instead of that of the function")
+    parser.add_argument("--to", metavar="DIR", help="the folder, instead of that in the dict")
     parser.add_argument(
         "--no-take-over",
         action="store_true",
-        help="leave the units of other workers alone, as for folders that are not shared",
+        help="do only the units of this worker, for workers with separate folders",
     )
 
 

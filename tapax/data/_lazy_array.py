@@ -95,7 +95,9 @@ class LazyArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"Reading {self.name!r} from disk always makes a copy.")
+            raise ValueError(
+                f"Reading {self.name!r} from disk always makes a copy. Leave `copy=False` out."
+            )
         found = np.array(self._slice(0, len(self)))
         return found if dtype is None else found.astype(dtype)
 

@@ -140,7 +140,7 @@ def check_same(folder: Path, there: Manifest, here: Manifest) -> None:
         differences.append(f"jax was {before} there and is {now} here")
     if differences:
         raise OtherDatasetError(
-            f"The folder {str(folder)!r} holds another dataset: {'; '.join(differences)}. "
+            f"The folder {str(folder)!r} contains another dataset: {'; '.join(differences)}. "
             "Harvest into another folder, or repeat the call that started this one."
         )
 

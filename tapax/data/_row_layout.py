@@ -78,9 +78,9 @@ class RowLayout:
         for loop in added:
             if not loop.startswith(_LOOPS):
                 raise SiteError(
-                    f"The {site.described}, is inside of a shard_map over {loop}, so which of its "
-                    f"axes are rows cannot be told. Name them: its shape is {list(x.shape)}, with "
-                    f"the axis of {loop} in front, and rows=(0, 1) makes rows of the first two."
+                    f"The {site.described}, is inside a shard_map over {loop}, so tapax cannot "
+                    f"tell which of its axes are rows. Name them: its shape is {list(x.shape)}, "
+                    f"with the axis of {loop} in front; rows=(0, 1) makes rows of the first two."
                 )
         layers = [each for each in site.layers if _axis_of(site, each.loop) is not None]
         if self.layers == "axis" or not layers:

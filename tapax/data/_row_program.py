@@ -126,8 +126,8 @@ class _RowTransform(Transform):
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
         if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"The {site.described}, holds random keys, which a dataset cannot hold. Leave it "
-                "out of the selection."
+                f"The {site.described}, contains random keys, which a dataset cannot store. "
+                "Leave it out of the selection."
             )
         computed = np.dtype(rows.dtype).name
         is_float = jnp.issubdtype(rows.dtype, jnp.floating)

@@ -243,7 +243,7 @@ def check_storable(dtype: Any, what: str) -> str:
     if name not in SAFETENSORS_TYPES:
         known: Sequence[str] = list(SAFETENSORS_TYPES)
         raise TypeError(
-            f"{what} is of type {name}, which a dataset cannot hold. It can hold "
+            f"{what} is of type {name}, which a dataset cannot store. It can store "
             f"{', '.join(known)}."
         )
     return name

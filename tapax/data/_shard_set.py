@@ -57,8 +57,8 @@ class ShardSet:
         shard = MappedShard(self._folder.shard_path(self.units[place]), self._hash)
         if shard.header.unit != self.units[place]:
             raise ShardError(
-                f"The shard {str(shard.path)!r} holds unit {shard.header.unit} instead of the unit "
-                "of its name."
+                f"The shard {str(shard.path)!r} contains unit {shard.header.unit} instead of the "
+                "unit of its name."
             )
         if shard.rows != self.counts[place]:
             raise ShardError(

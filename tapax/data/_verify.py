@@ -94,7 +94,7 @@ def _differences(
 ) -> Iterator[str]:
     header = shard.header
     if header.unit != unit:
-        yield f"holds unit {header.unit} instead of the unit of its name"
+        yield f"contains unit {header.unit} instead of the unit of its name"
     if counts is not None and (unit >= len(counts) or counts[unit] != header.rows):
         yield f"has {header.rows} rows, but the index of the dataset does not say so"
     for array in manifest.arrays:

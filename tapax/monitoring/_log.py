@@ -143,7 +143,7 @@ class Log(Tabular):
         found = [(step, record[name]) for step, record in self._records if name in record]
         if not found:
             names = self.names
-            near = nearest(name, names) if names else "It holds no numbers yet."
+            near = nearest(name, names) if names else "It contains no numbers yet."
             raise KeyError(f"The log has no {name!r}. {near}")
         steps = np.array([step for step, _ in found], np.int64)
         numbers = [number for _, number in found]
@@ -245,7 +245,7 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
         name, last, steps = held
         start = last // every * every + every
         warnings.warn(
-            f"{name} holds {steps}, so the steps of this run are numbered from {start}. Pass "
+            f"{name} contains {steps}, so the steps of this run are numbered from {start}. Pass "
             "`start` if the first step has another number.",
             stacklevel=4,
         )
@@ -293,5 +293,5 @@ def find_files(path: Path) -> list[Path]:
         return [path]
     found = [part for suffix in FORMATS for part in find_parts(path, suffix)]
     if not found and (path.suffix not in FORMATS or any(path.iterdir())):
-        raise not_a_log(path, "it holds no parts of one")
+        raise not_a_log(path, "it contains no parts of a log")
     return found

@@ -25,7 +25,7 @@ LogEntry = tuple[int, Mapping[str, Number]] | AlertEvent | Flow
 def unwritable(path: Path, error: OSError) -> OSError:
     why = error.strerror or str(error)
     return OSError(
-        f"The log {str(path)!r} cannot be written: {why}. Give a path that can be written."
+        f"The log {str(path)!r} cannot be written: {why}. Give a path that you can write to."
     )
 
 
@@ -49,8 +49,8 @@ def not_a_log(path: Path, why: str) -> ValueError:
 def describe_left_out(path: Path, what: str) -> str:
     """Describe in a sentence that `what`, a part of a log, is not complete."""
     return (
-        f"In the log {str(path)!r}, {what} was left out: it is not whole, as if the run that wrote "
-        "it had been killed, or the disk had been full."
+        f"In the log {str(path)!r}, {what} was left out: it is not complete, perhaps because the "
+        "run that wrote it was killed, or the disk was full."
     )
 
 

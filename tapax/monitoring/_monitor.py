@@ -222,8 +222,8 @@ class Monitor(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if not _jax.trace_state_clean():
             raise RuntimeError(
-                f"The monitor of {name_of(self._step)} was called while a function is traced, by "
-                "jax.jit, grad, vmap or scan, where no call can be told from the next. Monitor the "
+                f"The monitor of {name_of(self._step)} was called inside a function that JAX "
+                "traces, by jax.jit, grad, vmap or scan, where it cannot count calls. Monitor the "
                 "outermost function: tapax.monitor(jax.jit(step))."
             )
         self._delivery.release()
@@ -275,8 +275,8 @@ class Monitor(Generic[P, R]):
         if self._is_closed and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"The monitor of {name_of(self._step)} is closed, so what is logged now is in no "
-                "record. Log before the end of its `with` block.",
+                f"The monitor of {name_of(self._step)} is closed, so no record contains what you "
+                "log now. Log before the end of its `with` block.",
                 stacklevel=2,
             )
         if self._reader.off or (self._scalars is None and not always):
@@ -308,8 +308,9 @@ class Monitor(Generic[P, R]):
             return NOT_CAPTURED
         if not self._ran and self._parameters is None and not captured.statistics.packed:
             warnings.warn(
-                f"The monitor of {name_of(self._step)} sees nothing: the step has no sites. Mark "
-                "values with tapax.sow(value, name), or pass modules of a framework to the step.",
+                f"The monitor of {name_of(self._step)} records nothing: the step has no sites. "
+                "Mark values with tapax.sow(value, name), or pass modules of a framework to the "
+                "step.",
                 stacklevel=3,
             )
         self._ran = True

@@ -52,7 +52,7 @@ class PartFolder:
         except OSError as error:
             raise log_format.unwritable(self.path, error) from error
         if others and not found:
-            raise log_format.not_a_log(self.path, f"it holds {others[0].name!r}")
+            raise log_format.not_a_log(self.path, f"it contains {others[0].name!r}")
         if found:
             with contextlib.suppress(IncompletePart):
                 self._decode(found[-1])

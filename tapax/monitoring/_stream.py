@@ -325,7 +325,7 @@ def _verify(plan: Plan, walk: Walk, hooks: StreamHooks) -> None:
     if not hooks.entries:
         names = ", ".join(list(dict.fromkeys(site.name for site in walk.sites))[:5])
         raise SiteError(
-            "Nothing that is selected is in a loop, so there is nothing to stream. "
+            "No selected site is in a loop, so there is nothing to stream. "
             + (f"The function has the sites {names}." if names else "The function has no sites.")
             + " Mark values in the body of the loop with tapax.sow(value, name)."
         )

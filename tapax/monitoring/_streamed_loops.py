@@ -269,6 +269,6 @@ def _refuse_uneven(walk: Interpreter, loop: While, entry: Entry) -> None:
     if over or any(axis.unchecked for axis in axes):
         raise SiteError(
             f"The {entry.site.described}, cannot be streamed: its while loop is inside a shard_map "
-            "and may end on one device before it does on another, so that the devices cannot be "
-            "taken together. Stream a loop around the shard_map, or a scan."
+            "and may end on one device before it does on another, so tapax cannot combine the "
+            "devices. Stream a loop around the shard_map, or a scan."
         )

@@ -142,7 +142,7 @@ class tensorboard:
         except OSError as error:
             raise OSError(
                 f"TensorBoard's folder {self._folder!r} cannot be written: "
-                f"{error.strerror or error}. Give a path that can be."
+                f"{error.strerror or error}. Give a path that you can write to."
             ) from error
 
     def __repr__(self) -> str:

@@ -34,14 +34,14 @@ HELP = "run a script, and stop where the first NaN or infinity is made"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
     parser.add_argument(
-        "--save", metavar="DIR", default="nonfinite", help="where the inputs of the bad call go"
+        "--save", metavar="DIR", default="nonfinite", help="the folder for the inputs of that call"
     )
     parser.add_argument(
         "--every", metavar="N", type=int, default=1, help="check every N-th call of a function"
     )
-    parser.add_argument("--replay", metavar="DIR", help="search on inputs that were saved")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("--replay", metavar="DIR", help="search on the inputs saved in DIR")
+    parser.add_argument("script", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

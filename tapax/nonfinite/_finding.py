@@ -120,8 +120,10 @@ class Finding:
         if self.operation in ("argument", "result"):
             sentence = f"The first non-finite value is {what} in the {self.operation} {self.path}."
             if self.operation == "result":
-                sentence += "No operation could be found for it: it disappears when the program is "
-                "compiled differently."
+                sentence += (
+                    " No operation explains it: the value is finite if the program is compiled "
+                    "differently."
+                )
             return sentence
         constant = self.operation == "constant"
         where = ["that is a constant" if constant else f"made by `{self.operation}`"]

@@ -1,4 +1,4 @@
-"""The page in the browser: makes its payload, serves it and saves it.
+"""The page in the browser: its payload, the server that delivers it, and the file that stores it.
 
 `_format` specifies the payload, and `web/` has the source of the page that reads it.
 """

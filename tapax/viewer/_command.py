@@ -1,4 +1,4 @@
-"""The command `tapax view PATH...`, which shows logs and taps in the browser.
+"""The command `tapax view PATH...`, which shows logs, taps and datasets in the browser.
 
     tapax view run.jsonl
     tapax view run.jsonl before.jsonl --port 8123
@@ -23,12 +23,12 @@ from tapax.viewer._server import Server
 if TYPE_CHECKING:
     from tapax.viewer._page import Page
 
-HELP = "show the log of a run, or taps, in the browser"
+HELP = "show logs, taps and datasets in the browser"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a log, or taps that were saved")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a log, saved taps, or a dataset")
     parser.add_argument("--save", metavar="FILE", help="write one HTML file, and open nothing")
     parser.add_argument(
         "--port", metavar="N", type=int, default=0, help="the port to listen on; default: any"

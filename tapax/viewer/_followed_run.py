@@ -114,7 +114,7 @@ class FollowedRun:
         if self._note is not None:
             found.append(self._note)
         if not found and not self.steps:
-            found = [{"level": "info", "text": "The log holds no records yet."}]
+            found = [{"level": "info", "text": "The log contains no records yet."}]
         return found
 
     def add_subject(self, blobs: Blobs, revision: int | None = None) -> Subject:

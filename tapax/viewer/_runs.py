@@ -272,6 +272,6 @@ def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subje
         subject |= make_edges(run.flow, list(run.sites))
     subject["events"] = run.events()
     if not run.steps:
-        text = "The log holds no records yet."
+        text = "The log contains no records yet."
         subject["messages"] = [{"level": "info", "text": text}]
     return cast(Subject, subject)

@@ -55,7 +55,7 @@ def test_negative_zero_is_not_zero():
     assert_close(captured(X, -0.0)[0], -X)
 
 
-def test_results_that_are_no_arrays_come_back_as_they_are():
+def test_results_that_are_not_arrays_come_back_as_they_are():
     f = lambda x: {"n": 2**40, "s": "text", "np": np.arange(2) / 7, "t": jnp.float32, "x": x}
     out, _ = tapax.capture(lambda x: f(tapax.sow(x, "x")))(X)
     assert out["n"] == 2**40

@@ -99,7 +99,7 @@ def test_an_equinox_step_is_traced_once():
     assert len(traces) == 1
 
 
-def test_what_was_learned_keeps_nothing_alive():
+def test_learned_facts_keep_nothing_alive():
     net = Net()
     tapax.capture(net)(X)
     alive = weakref.ref(net)

@@ -222,7 +222,7 @@ def test_batches_of_an_iterable_come_in_order(tmp_path):
     acts = harvest(tmp_path, batches=iter(BATCHES), units=None, shard_bytes=1000)
     equal(acts["net/hidden"], hidden(TOKENS))
     assert acts.is_complete and len(acts.manifest.arrays) == 6
-    with pytest.raises(ValueError, match=r"holds a dataset already.*Give a sequence"):
+    with pytest.raises(ValueError, match=r"already contains a dataset.*Give a sequence"):
         harvest(tmp_path, batches=iter(BATCHES), units=None, shard_bytes=1000)
 
 
@@ -272,8 +272,8 @@ def test_a_batch_that_fails_commits_no_unit_without_it(tmp_path):
 @pytest.mark.parametrize(
     ("site", "message"),
     [
-        (lambda x: x * 1j, "is of type complex64, which a dataset cannot hold"),
-        (lambda x: jax.random.split(jax.random.key(0), (2, 3)), "holds random keys"),
+        (lambda x: x * 1j, "is of type complex64, which a dataset cannot store"),
+        (lambda x: jax.random.split(jax.random.key(0), (2, 3)), "contains random keys"),
         (lambda x: x.sum((0, 1)), "has the shape [4], but rows='tokens' needs 2 axes"),
     ],
 )
@@ -302,10 +302,10 @@ def test_a_harvest_under_a_transformation_is_refused(tmp_path):
         ({"keep": lambda b: b[:, :3] > 0}, "The mask of `keep` has the shape [2, 3]"),
         ({"beside": lambda b: {"x": b[:, :3]}}, "The column 'x' of `beside` has the shape"),
         ({"beside": lambda b: {"net/embed": b}}, "A site and a column are both called"),
-        ({"beside": lambda b: {"x": np.full(b.shape, "a")}}, "which a dataset cannot hold"),
+        ({"beside": lambda b: {"x": np.full(b.shape, "a")}}, "which a dataset cannot store"),
         ({"beside": lambda b: [b]}, "`beside` should return a dict"),
         ({"dtype": "int8"}, "`dtype` takes a floating-point type"),
-        ({"dtype": "complex64"}, "which a dataset cannot hold"),
+        ({"dtype": "complex64"}, "which a dataset cannot store"),
         ({"units": 0}, "`units` takes an integer, 1 at least"),
         ({"units": None, "shard_bytes": 0}, "`shard_bytes` takes an integer, 1 at least"),
         ({"seed": "a"}, "`seed` takes an integer"),

@@ -86,7 +86,7 @@ def test_the_function_may_leave_the_units_of_others_alone(script, capsys):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("other", "holds another dataset: `dtype` was None"), ("unknown", "net/hiden")],
+    [("other", "contains another dataset: `dtype` was None"), ("unknown", "net/hiden")],
 )
 def test_errors_of_a_harvest_are_one_sentence(script, capsys, name, message):
     main(["harvest", script])

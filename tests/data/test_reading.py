@@ -329,7 +329,7 @@ def test_shards_of_another_dataset_or_unit_are_refused(copied, tmp_path):
     shards = copied / "shards"
     content = (shards / "unit-00000000.safetensors").read_bytes()
     (shards / "unit-00000001.safetensors").write_bytes(content)
-    assert "holds unit 0 instead" in tapax.open(copied).verify().faults[0]
+    assert "contains unit 0 instead" in tapax.open(copied).verify().faults[0]
     other = (tmp_path / "other" / "shards" / "unit-00000001.safetensors").read_bytes()
     (shards / "unit-00000001.safetensors").write_bytes(other)
     with pytest.raises(tapax.data.ShardError, match="belongs to another dataset"):
@@ -454,7 +454,7 @@ def test_a_damaged_batch_is_read_again_once_it_is_mended(single_rows):
 def test_a_shard_in_the_place_of_another_is_not_read(single_rows):
     names = [f"unit-0000000{i}.safetensors" for i in (2, 1)]
     shutil.copy(*(os.path.join(single_rows.path, "shards", name) for name in names))
-    with pytest.raises(tapax.data.ShardError, match="holds unit 2 instead of the unit of its name"):
+    with pytest.raises(tapax.data.ShardError, match="contains unit 2 instead of the unit of its"):
         tapax.open(single_rows.path)["batch"][:]
 
 

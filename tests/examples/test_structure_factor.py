@@ -230,7 +230,7 @@ def test_charge_neutrality_of_a_mixture():
     np.testing.assert_allclose(total, k**2 / 6, atol=1e-12)
 
 
-def test_weak_screening_is_none(ocp):
+def test_the_effect_of_weak_screening_vanishes(ocp):
     k = np.linspace(0.5, 8, 40)
     off = [
         np.abs(only(solve(GAMMAS, kappa=kappa), k) - only(ocp, k)).max() for kappa in (0.02, 0.01)
@@ -256,7 +256,7 @@ def test_weakly_coupled_screened_ions():
     np.testing.assert_allclose(S, (k**2 + 1) / (k**2 + 1.03), atol=2e-4)
 
 
-def test_what_does_not_converge_says_so():
+def test_a_solution_that_does_not_converge_says_so():
     few = solve(np.array([0.1, 100.0]), iterations=8, **SMALL)
     assert few.converged.tolist() == [True, False]
     assert few.residual[1] > 1e-9 and few.iterations[1] >= 8

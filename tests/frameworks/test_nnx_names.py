@@ -275,7 +275,7 @@ def test_attention_with_a_cache():
 # --- objects --------------------------------------------------------------------------------------
 
 
-def test_what_a_function_does_to_its_objects():
+def test_a_captured_function_changes_its_objects_as_the_plain_one_does():
     def change(m, x):
         m.extra = nnx.Param(jnp.ones(3))
         m.alias = m.head

@@ -37,7 +37,7 @@ FLAGS = {
     # The XLA of later versions has no other emitters, and does not know the flag.
     **({"--xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
-"""What XLA is told, unless the environment says otherwise."""
+"""The flags of XLA, unless the environment sets others."""
 
 ROUND = 50
 """Programs per hypothesis run. Each run starts afresh from a seed of its own."""
@@ -53,7 +53,7 @@ CHECKS = {
     "selections": (check_selections, selected),
     "parts": (check_edits, partial(edited, parts=True)),
 }
-"""What is checked, and on which programs."""
+"""The checks, and their programs."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 Given = tuple[dict[str, Any], ...]
-"""What edits are given besides functions: a step, a strength, an array."""
+"""The arguments of edits other than functions: a step, a strength, an array."""
 
 Edited = Callable[[Given, jax.Array, jax.Array], jax.Array]
 

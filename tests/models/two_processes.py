@@ -118,7 +118,7 @@ def check_text(taps, values):
     import treescope
 
     assert "layer" in treescope.render_to_text(taps)
-    with pytest.raises(ValueError, match="this process holds only a part"):
+    with pytest.raises(ValueError, match="this process has only a part"):
         taps.plot()
     uses = taps.to_host, lambda: taps.save(FOLDER / "taps"), lambda: tapax.diff(taps, taps)
     for use in uses:

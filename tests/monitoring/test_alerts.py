@@ -167,7 +167,7 @@ def test_alerts_see_each_iteration_and_every_statistic():
         (lambda: monitor(layers, to="/dev/null/run.jsonl"), OSError, "cannot be written"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_runs(call, error, words):
+def test_wrong_arguments_raise_before_anything_runs(call, error, words):
     before = threading.active_count()
     with pytest.raises(error, match=re.escape(words)):
         call()
@@ -205,7 +205,7 @@ def test_a_monitor_is_not_traced(transform):
     m = monitor(lambda x: tapax.sow(x, "h") ** 2, every=10)
     if transform is jax.jit:
         m(1.0)  # a plain call before does not help
-    with pytest.raises(RuntimeError, match="was called while a function is traced"):
+    with pytest.raises(RuntimeError, match="was called inside a function that JAX traces"):
         transform(m)(jnp.ones(2) if transform is jax.vmap else 1.0)
     m.close()
 
@@ -236,7 +236,7 @@ def test_a_failure_later_turns_the_monitor_off_and_the_training_goes_on():
     assert log.steps.tolist() == [0] and m.step_number == 4
 
 
-def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
+def test_an_error_of_the_device_does_not_stop_the_training(monkeypatch):
     m = monitor(layers, every=1)
 
     def full(*args):
@@ -250,7 +250,7 @@ def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
 
 def test_a_step_without_sites_warns():
     m = monitor(lambda x: 2 * x)
-    with pytest.warns(UserWarning, match="sees nothing: the step has no sites") as caught:
+    with pytest.warns(UserWarning, match="records nothing: the step has no sites") as caught:
         m(1.0)
     assert caught[0].filename == __file__
     m.close()

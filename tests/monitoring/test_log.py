@@ -77,7 +77,7 @@ def test_a_log_has_series():
     assert "a/value_rms" in log and "b" not in log
     with pytest.raises(KeyError, match=r"has no 'a/value_rm'. The nearest names are 'a/value_rms'"):
         log["a/value_rm"]
-    with pytest.raises(KeyError, match="It holds no numbers yet"):
+    with pytest.raises(KeyError, match="It contains no numbers yet"):
         Log()["a"]
 
 
@@ -162,7 +162,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     whole = path.read_bytes()
     for cut in (1, 10, 40):
         path.write_bytes(whole[:-cut])
-        with pytest.warns(UserWarning, match="line 3 was left out: it is not whole") as caught:
+        with pytest.warns(UserWarning, match="line 3 was left out: it is not complete") as caught:
             assert open_log(path).steps.tolist() == [0, 1]
         assert caught[0].filename == __file__
     sink.jsonl(path)(7, {"a": 7.0})
@@ -245,7 +245,7 @@ def test_a_file_that_is_not_a_log_raises(tmp_path):
     folder.mkdir()
     (folder / "notes.txt").touch()
     for use in (open_log, sink.safetensors):
-        with pytest.raises(ValueError, match="is not a log of tapax: it holds"):
+        with pytest.raises(ValueError, match="is not a log of tapax: it contains"):
             use(folder)
     with pytest.raises(ValueError, match="is not a log of tapax: its first line"):
         sink.jsonl(tmp_path / "a.jsonl")

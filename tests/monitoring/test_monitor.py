@@ -302,7 +302,7 @@ def test_a_monitor_that_is_dropped_delivers_what_it_has(tmp_path):
     assert done.wait(30) and open_log(path).steps.tolist() == list(range(20))
 
 
-def test_what_waits_is_fetched_and_written_at_the_end_of_the_interpreter(tmp_path):
+def test_waiting_records_are_fetched_and_written_at_the_end_of_the_interpreter(tmp_path):
     code = """
         import sys, time
         import jax, jax.numpy as jnp

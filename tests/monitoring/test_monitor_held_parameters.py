@@ -289,7 +289,7 @@ def test_sites_of_two_models_have_their_names_with_and_without_parameters(make, 
     assert {f"{name}/param_grad_rms" for name in names} <= set(with_parameters)
 
 
-def test_a_held_and_a_given_model_have_the_names_of_their_sites(watch):
+def test_a_closed_over_and_a_passed_model_have_the_names_of_their_sites(watch):
     other = make_brainstate()
 
     def step(model, x):
@@ -301,7 +301,7 @@ def test_a_held_and_a_given_model_have_the_names_of_their_sites(watch):
     assert roots == sites == {"model", "other"}
 
 
-def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model(watch):
+def test_a_part_of_a_model_that_is_also_closed_over_keeps_its_name_in_the_model(watch):
     model = make_brainstate()
     head = model.a  # before `model` in the order of the variables
 
@@ -312,7 +312,7 @@ def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model(watch):
     assert {name.partition("/")[0] for name in watch(step, X)} == {"Net"}
 
 
-def test_a_held_model_by_which_nothing_is_differentiated_is_not_recorded(watch):
+def test_a_closed_over_model_without_a_gradient_is_not_recorded(watch):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
     def step(params, x):

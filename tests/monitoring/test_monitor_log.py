@@ -52,7 +52,7 @@ def test_scalars_of_calls_that_are_not_watched_are_kept_if_asked_for():
 def test_run_goes_on_after_scalars_that_were_always_logged(tmp_path):
     path = tmp_path / "run.jsonl"
     run(path, 4, always=True)
-    with pytest.warns(UserWarning, match="holds steps 0 to 3.*numbered from 4"):
+    with pytest.warns(UserWarning, match="contains steps 0 to 3.*numbered from 4"):
         watched = run(path, 2)
     assert watched.step_number == 6
 
@@ -110,7 +110,7 @@ def test_closed_monitor_logs_nothing():
     log = tapax.Log()
     watched = run(log, 2)
     watched(1.0)
-    with pytest.warns(UserWarning, match="is closed, so what is logged now is in no record"):
+    with pytest.warns(UserWarning, match="is closed, so no record contains what you log now"):
         watched.log(loss=1.0, always=True)
     assert len(log) == 1
 
@@ -147,7 +147,7 @@ def test_every_number_in_wandb_is_plotted_over_the_step_of_the_monitor(monkeypat
 def test_resumed_run_of_wandb_goes_on_after_its_last_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=None))
     kept = Run(resumed=True, summary={"monitor/step": 7})
-    with pytest.warns(UserWarning, match=r"run of wandb\(\) holds steps up to 7.*numbered from 8"):
+    with pytest.warns(UserWarning, match=r"run of wandb\(\) contains steps up to 7.*from 8"):
         watched = tapax.monitor(step, every=2, grads=None, to=sink.wandb(kept))
     assert watched.step_number == 8
     watched.close()

@@ -238,7 +238,7 @@ def test_scalars_logged_after_the_end_are_warned_of_once():
     log = tapax.Log()
     with tapax.monitor(lambda x: tapax.sow(2 * x, "h"), every=1, to=log) as watched:
         loss = watched(jnp.float32(1))
-    with pytest.warns(UserWarning, match="is closed, so what is logged now is in no record"):
+    with pytest.warns(UserWarning, match="is closed, so no record contains what you log now"):
         watched.log(loss=loss)
     watched.log(loss=loss)
     assert "loss" not in log.names

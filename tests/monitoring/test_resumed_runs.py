@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_the_last_step_of_its_log(log):
     train(to, 12)
     assert series(read()) == {0: 0, 5: 5, 10: 10}
     with pytest.warns(
-        UserWarning, match=r"holds steps 0 to 10.*numbered from 15.*`start`"
+        UserWarning, match=r"contains steps 0 to 10.*numbered from 15.*`start`"
     ) as found:
         watched = train(to, 12, 100.0)
     assert found[0].filename == __file__
@@ -116,7 +116,7 @@ def test_runs_with_other_names_share_a_log_in_the_order_of_steps(log):
     assert read().names == ["a", "b"]
     for name in "ab":
         assert read()[name].values.tolist() == [0.0, 10.0, 20.0]
-    with pytest.warns(UserWarning, match="holds steps 0 to 25.*numbered from 30"):
+    with pytest.warns(UserWarning, match="contains steps 0 to 25.*numbered from 30"):
         train(to, 1)
 
 

@@ -58,7 +58,7 @@ def script(code, *args, **options):
         (("a.jsonl", "b.safetensors"), ["jsonl('a.jsonl')", "safetensors('b.safetensors')"]),
     ],
 )
-def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
+def test_every_form_of_to_makes_sinks(to, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [repr(s) for s in sink.make(to)] == shown
 
@@ -118,7 +118,7 @@ def test_the_table_is_kept_up_to_date_in_a_terminal():
     table.close()
 
 
-def test_the_table_is_printed_once_where_there_is_no_terminal():
+def test_the_table_is_printed_once_without_a_terminal():
     file = io.StringIO()
     table = sink.table(Console(file=file, width=80))
     for step in range(100):
@@ -224,7 +224,7 @@ class Recorder:
         self._see("close")
 
 
-def test_records_are_delivered_in_order_on_a_thread_of_their_own():
+def test_records_are_delivered_in_order_on_a_separate_thread():
     recorder, log = Recorder(), Log()
     deliver([recorder, log], [(step, RECORD, [EVENT] if step == 1 else []) for step in range(100)])
     assert log.steps.tolist() == list(range(100)) and log.alerts == [EVENT]
@@ -266,7 +266,7 @@ def test_an_exit_in_a_sink_does_not_end_the_thread():
     assert len(log) == 3
 
 
-def test_what_cannot_be_fetched_turns_the_monitor_off_and_warns_once():
+def test_numbers_that_cannot_be_fetched_turn_the_monitor_off_and_warn_once():
     log, off = Log(), []
     delivery = Delivery([log], lambda: off.append(True))
     fetches = (threading.Event(), lambda: 1 / 0, lambda: 1 / 0, lambda: Report(1, {}, []))
@@ -296,7 +296,7 @@ def test_a_sink_may_close_the_delivery():
     assert found == [(1, {})]
 
 
-def test_what_waits_is_written_at_the_end_of_the_interpreter(tmp_path):
+def test_waiting_records_are_written_at_the_end_of_the_interpreter(tmp_path):
     done = script(
         """
         import sys, time

@@ -430,7 +430,7 @@ def test_sites_outside_of_the_loop_are_refused():
         tapax.stream(fn, values="outside", grads=None)(W, XS)
     with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.stream(fn, values="missing", grads=None)(W, XS)
-    with pytest.raises(tapax.SiteError, match="Nothing that is selected is in a loop"):
+    with pytest.raises(tapax.SiteError, match="No selected site is in a loop"):
         tapax.stream(lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w + 1, w))(W)
 
 

@@ -178,7 +178,7 @@ def test_fault_is_not_hidden_by_a_masked_value_that_decides_something_else():
     assert (found.operation, found.path) == ("argument", "z")
 
 
-def test_decision_without_a_bad_result_is_no_finding():
+def test_decision_without_a_bad_result_is_not_a_finding():
     optimizer = optax.apply_if_finite(optax.sgd(0.1), 2)
     w = jnp.ones(2)
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from tapax.nonfinite._finding import Range
+from tapax.nonfinite._passes import describe_value
 from tapax.nonfinite._search import find_nonfinite
 
 
@@ -62,7 +63,15 @@ def test_report_names_every_place():
     assert result == "  result     float32[3,2]  1 of 6 is NaN, first at [1, 0]"
 
 
-def test_what_is_masked_or_swallowed_is_no_finding_unless_asked_for():
+def test_report_of_an_unexplained_result_is_two_sentences():
+    found = describe_value("result", "0", jnp.array([1.0, jnp.nan]))
+    assert str(found).splitlines()[0] == (
+        "The first non-finite value is a NaN in the result 0. No operation explains it: the value "
+        "is finite if the program is compiled differently."
+    )
+
+
+def test_masked_and_swallowed_values_are_not_findings_unless_asked_for():
     x = jnp.array([1.0, -1.0])
     masking = lambda x: jnp.where(x > 0, bad_log(x), 0.0)
     swallowing = lambda x: 1 / jnp.exp(1000 * jnp.abs(x))
@@ -98,7 +107,7 @@ def test_forward_value_of_a_gradient_is_of_the_forward_pass():
     assert (found.phase, found.operation) == ("forward", "sqrt")
 
 
-def test_constants_that_were_meant_are_no_finding():
+def test_intended_constants_are_not_findings():
     soft = lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf))
     assert find_nonfinite(soft)(jnp.array([1.0, -1.0])) is None
     # If everything is masked, inf - inf is a NaN.

@@ -121,7 +121,7 @@ def test_two_reducers_of_one_name(several):
     )
 
 
-def test_two_reducers_with_names_of_their_own():
+def test_two_reducers_with_different_names():
     several = [R.rms, R.rms(axis=0).named("rows"), R.rms(axis=1).total.named("columns")]
     _, taps = tapax.capture(f, values={"h": several})(X)
     assert set(taps.values) == {"h:rms", "h:rows", "h:columns.total"}
@@ -350,7 +350,7 @@ def test_integers_of_numpy_are_integers():
 
 
 @pytest.mark.parametrize("reducer", [R.last, R.topk(2), R.quantiles(), R.histogram([0, 1])])
-def test_what_cannot_be_had_along_an_axis(reducer):
+def test_reducers_without_results_along_an_axis_raise(reducer):
     message = f"tapax.reduce.{reducer.name} cannot be computed along an axis."
     with pytest.raises(TypeError, match=re.escape(message)):
         reducer(axis=0)

@@ -51,7 +51,7 @@ def test_examples_are_combined(order):
     close(taps.grads["h:norm.total"], np.linalg.norm(gs))
 
 
-def test_what_does_not_depend_on_the_example_counts_once():
+def test_a_value_that_does_not_depend_on_the_example_counts_once():
     f = jax.vmap(lambda x, y: tapax.sow(jnp.sin(y), "h") + tapax.sow(x, "x"), in_axes=(0, None))
     _, taps = captured(f, jnp.asarray(M), jnp.asarray(X), values={"**": R.sum})
     close(taps.values["h"], np.sin(X).sum())

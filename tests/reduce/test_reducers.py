@@ -163,7 +163,7 @@ def test_alone_it_has_the_name_of_the_site(name, axis):
     close(taps.values["h"], STATISTICS[name](rows(exact(x), axis)))
 
 
-def test_what_reducers_say_of_themselves():
+def test_reducers_describe_themselves():
     assert R.minmax.labels == ("min", "max")
     assert R.moments.labels == ("mean", "var")
     assert R.quantiles([0.05, 0.5]).labels == ("q0.05", "q0.5")

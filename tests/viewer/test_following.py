@@ -100,7 +100,7 @@ def test_a_record_appears_within_a_second_of_a_process_that_writes_it(tmp_path):
     )
     sink.jsonl(path)
     page = Follower(path)
-    assert page.texts == ["The log holds no records yet."]
+    assert page.texts == ["The log contains no records yet."]
     start = time.time()
     process = subprocess.Popen([sys.executable, "-c", script, str(path), str(start)])
     try:
@@ -165,7 +165,7 @@ def test_a_log_of_another_version_is_shown_as_far_as_it_goes(tmp_path):
 
 def test_an_empty_log_says_so_and_is_followed(log):
     page = Follower(log.path)
-    assert page.texts == ["The log holds no records yet."]
+    assert page.texts == ["The log contains no records yet."]
     log(3, {"a/value_rms": 1.0})
     page.read()
     assert page.texts == [] and page.reader.steps == [[3]]

@@ -115,6 +115,6 @@ def test_thousands_of_modules_with_limited_sets_are_drawn(chromium, tmp_path):
     assert len(subject["edges"]) <= LIMIT * len(subject["sites"]["name"])
     tab = chromium.open(tmp_path / "many.html", "#view=modules")
     tab.wait("drawn.edges.length >= 10")
-    assert "sites take data of more sites" in tab.text(".legend-row")
+    assert "sites receive data of more sites" in tab.text(".legend-row")
     tab.check_quiet()
     tab.close()

@@ -165,7 +165,7 @@ def test_a_saved_page_allows_no_request_and_no_other_script(capture_page):
 def test_an_empty_log_says_that_it_is_empty(open_page, tmp_path):
     (tmp_path / "run.jsonl").write_text("")
     tab = open_page(save(tmp_path / "run.jsonl", tmp_path / "page.html"))
-    assert "holds no records yet" in tab.text(".messages")
+    assert "contains no records yet" in tab.text(".messages")
     for view in VIEWS:
         tab.set(view=view)
         assert tab.evaluate("root.querySelector('.view').textContent.length") > 10
@@ -197,7 +197,7 @@ def test_a_page_that_is_cut_says_that_it_is_not_whole(chromium, capture_page, tm
     tab = chromium.open(
         cut, wait="document.getElementById('tapax-page')?.shadowRoot?.querySelector('.empty')"
     )
-    assert "The file is not whole" in tab.text(".empty")
+    assert "The file is not complete" in tab.text(".empty")
     tab.close()
 
 

@@ -52,7 +52,7 @@ def test_new_sites_alerts_and_messages_appear_on_an_open_page(chromium, tmp_path
     log = sink.jsonl(path)
     with make_page(path) as page:
         tab = chromium.open(page.serve())
-        assert "The log holds no records yet." in tab.text(".messages")
+        assert "The log contains no records yet." in tab.text(".messages")
         log(0, {f"{EVIL}/value_rms": 1.0, "b/value_rms": 2.0})
         tab.wait("drawn.sites?.length === 2")
         assert tab.drawn["sites"] == [EVIL, "b"]

@@ -218,8 +218,8 @@ def _perturbed(module: Module, name: str, value: PyTree) -> tuple[Any, int]:
             raise SiteError(
                 f"`init` has a perturbation of shape {list(np.shape(p))} for {where}, whose value "
                 f"has shape {list(np.shape(x))} here. Make `init` from inputs of the same shape. "
-                "In a loop or a vmap through which the module goes whole, take the gradients from "
-                "tapax.capture instead: it has one for every iteration and example."
+                "In a loop or a vmap that does not divide the module, take the gradients from "
+                "tapax.capture instead, which returns one for every iteration and example."
             )
         return x + p.astype(jax.numpy.result_type(x))
 

@@ -123,8 +123,9 @@ class ObjectBindings:
                 if error is None and holders.is_number(value) and any(map(_is_traced, self.values)):
                     # After this error the next attempt keeps numbers static, also this number.
                     raise TypeError(
-                        f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
-                        "so that nothing traced can come out by it. Return it instead."
+                        f"`{name}` of {type(twin.owner).__name__} is assigned inside "
+                        "a transformation, so no traced value can leave the transformation by "
+                        "it. Return the value instead."
                     )
                 old = holders.attributes(twin.owner).get(name) if same else None
                 holders.set_attributes(twin.owner, {name: holders.refilled(old, value)})

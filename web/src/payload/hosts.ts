@@ -40,7 +40,7 @@ class DocumentBlobs implements BlobSource {
       const element = document.getElementById(id);
       // The parser may be in the middle of an element; its text is whole once something follows.
       if (element && (document.readyState !== "loading" || element.nextSibling)) return element.textContent ?? "";
-      if (document.readyState !== "loading") throw new Error(`The file is not whole: ${id} is missing.`);
+      if (document.readyState !== "loading") throw new Error(`The file is not complete: ${id} is missing.`);
       await new Promise((resolve) => setTimeout(resolve, 30));
     }
   }

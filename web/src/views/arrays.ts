@@ -48,7 +48,7 @@ class Arrays implements ViewInstance {
       this.frame.replaceChildren(
         emptyState(
           "No arrays",
-          "A log has statistics alone. A capture has the arrays themselves:",
+          "A log contains only statistics. A capture contains arrays:",
           "_, taps = tapax.capture(step)(...)\ntapax.view(taps)",
         ),
       );

@@ -50,7 +50,7 @@ class Events implements ViewInstance {
           "No alerts",
           subject.isRun
             ? "No alert went off in this run."
-            : "A capture has no alerts. A monitor that watches for them does:",
+            : "A capture has no alerts. A monitor with rules has them:",
           subject.isRun ? "" : "tapax.monitor(step, alerts=[tapax.alert.nonfinite()])",
         ),
       );

@@ -56,7 +56,7 @@ class Heads implements ViewInstance {
       this.frame.replaceChildren(
         emptyState(
           "No attention weights",
-          "Weights of attention are captured where a selection asks for them. Fused attention never computes them; tapax then computes them once more from the queries and keys.",
+          "A capture contains attention weights if a selection names them. If a fused kernel never stores them, tapax computes them from the queries and keys:",
           'tapax.capture(model, values="**:weights")(tokens)',
         ),
       );

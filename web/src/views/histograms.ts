@@ -71,7 +71,7 @@ class Histograms implements ViewInstance {
       this.frame.replaceChildren(
         emptyState(
           "No histograms",
-          "This has none. A monitor logs them where a histogram is among its reducers:",
+          "There are none here. A monitor logs histograms if they are among its reducers:",
           'bins = tapax.reduce.histogram(log2=(-14, 4))\ntapax.monitor(step, values={"**": bins}, grads={"**": bins})',
         ),
       );

@@ -198,7 +198,8 @@ class ModuleGraph implements ViewInstance {
       return "The flow of data is not known here: lines join modules in the order in which the program runs them.";
     const back = this.edges.some((edge) => edge.isBack) ? ", dashed through the carry of a loop" : "";
     const count = limited?.length ?? 0;
-    const rest = count ? ` ${formatCount(count)} ${count === 1 ? "site takes" : "sites take"} data of more sites.` : "";
+    const verb = count === 1 ? "site receives" : "sites receive";
+    const rest = count ? ` ${formatCount(count)} ${verb} data of more sites than the lines show.` : "";
     const hidden = this.hidden ? ` ${formatCount(this.hidden)} more lines, from farther modules, are left out.` : "";
     return `Lines show the flow of data${back}.${rest}${hidden}`;
   }

@@ -52,7 +52,7 @@ class Source implements ViewInstance {
       this.code.replaceChildren(
         emptyState(
           "No source",
-          "A log has the names of sites, but not the lines that marked them. View a capture of the same step beside it:",
+          "A log has the names of sites, but not the source lines that mark them. View it together with a capture of the step:",
           "tapax.view(log, taps)",
         ),
       );
