@@ -54,10 +54,15 @@ class FreeVariables(NamedTuple):
         wanted = {id(x) for x in constants if isinstance(x, jax.Array)}
         found: dict[int, list[_Reading]] = {id(fn): []}
         kept: dict[tuple[int, Any], _Reading] = {}
+        methods = _Methods()
         pending = deque([fn])
         while pending and len(found) < _MANY:
             holder = pending.popleft()
             path = found[id(holder)]
+            for method in methods.found_with(holder):
+                if id(method) not in found:
+                    found[id(method)] = path
+                    pending.append(method)
             for place in _places(holder):
                 value = place.value
                 here = place.reading(path)
@@ -73,6 +78,41 @@ class FreeVariables(NamedTuple):
     def find_changed(self) -> str | None:
         """Return a variable that leads to another value now; None if all values are the same."""
         return next((r.variable for r in self.readings if r.has_changed), None)
+
+
+class _Methods:
+    """The methods of the classes of a search, as far as a function of the search may call them.
+
+    A function may call those whose names occur in its code, and `__call__`.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[type, None] = {}
+        self._names = {"__call__": None}
+
+    def found_with(self, holder: Any) -> list[types.FunctionType]:
+        """Return the methods that the search may reach, now that it has reached `holder`."""
+        classes, names = self._classes, self._names
+        if inspect.isfunction(holder):
+            names = dict.fromkeys(n for n in _names(holder.__code__) if n not in self._names)
+            self._names |= names
+        elif not _is_left_out(holder) and holder.__class__ not in self._classes:
+            bases = holder.__class__.__mro__
+            classes = dict.fromkeys(base for base in bases if is_users_code(base.__module__))
+            self._classes |= classes
+        else:
+            return []
+        found = (_function_of(vars(cls).get(name)) for cls in classes for name in names)
+        return [method for method in found if inspect.isfunction(method)]
+
+
+def _function_of(member: Any) -> Any:
+    """Return the function of a property or of another member of a class."""
+    if _is(member, property):
+        return member.fget
+    if _is(member, functools.cached_property):
+        return member.func
+    return member.__func__ if _is(member, staticmethod, classmethod) else member
 
 
 class _Place(NamedTuple):
@@ -160,7 +200,7 @@ def _variables(fn: types.FunctionType) -> Iterator[_Place]:
         read = functools.partial(_contents, cell)
         yield _Place(name, value, read, name not in stored)
     if is_users_code(fn.__module__):
-        for name in code.co_names:
+        for name in _names(code):
             if name in fn.__globals__:
                 read = functools.partial(fn.__globals__.get, name)
                 yield _Place(name, fn.__globals__[name], read, name not in stored)
@@ -169,6 +209,13 @@ def _variables(fn: types.FunctionType) -> Iterator[_Place]:
 
 def _contents(cell: types.CellType) -> Any:
     return None if cell == types.CellType() else cell.cell_contents
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals and attributes whose names a function, or a function in it, mentions."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _names(c))]))
 
 
 @functools.lru_cache(maxsize=4096)

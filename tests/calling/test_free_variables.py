@@ -57,6 +57,54 @@ def global_variable():
     return of_global, replace
 
 
+def of_global_inside(x):
+    return jax.vmap(lambda x, i: jnp.sum(tapax.sow(x * weight[i], "h") ** 2))(
+        x, jnp.arange(3)
+    ).sum()
+
+
+def global_variable_of_an_inner_function():
+    return of_global_inside, global_variable()[1]
+
+
+class Model:
+    def __call__(self, x):
+        return self.loss(x)
+
+    def loss(self, x):
+        return product(x, weight)
+
+
+def global_variable_of_a_method():
+    return Model(), global_variable()[1]
+
+
+def global_variable_of_a_model_in_a_closure():
+    class Larger(Model):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    model = Larger()
+    return lambda x: model(x), global_variable()[1]
+
+
+class Scaled:
+    @property
+    def by(self):
+        return weight
+
+    @staticmethod
+    def multiplied(x, w):
+        return product(x, w * (weight > 0))
+
+    def loss(self, x):
+        return self.multiplied(x, self.by)
+
+
+def global_variable_of_a_property():
+    return Scaled().loss, global_variable()[1]
+
+
 def listed():
     held = [jnp.ones(3)]
     return lambda x: product(x, held[0]), functools.partial(held.__setitem__, 0)
@@ -146,6 +194,10 @@ def linen_parameters():
 HOLDERS = [
     variable,
     global_variable,
+    global_variable_of_an_inner_function,
+    global_variable_of_a_method,
+    global_variable_of_a_model_in_a_closure,
+    global_variable_of_a_property,
     listed,
     attribute_of_self,
     attribute_of_an_object,
