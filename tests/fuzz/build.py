@@ -242,7 +242,9 @@ class _Builder:
         else:
             f = jax.custom_jvp(primal)
             f.defjvp(rule)
-        return lambda x, env: f(x, env.at)
+        # The inputs of edits have no derivative here. Without `x`, they would have the forward rule
+        # run, which may compute another value than the body.
+        return lambda x, env: f(x, lax.stop_gradient(env.at))
 
     def shard(self, node: Shard, path: Path) -> Run:
         names, shape, split = MESHES[node.mesh]
