@@ -9,7 +9,7 @@ from typing import Any
 
 from tapax._calling.transform import check_function
 from tapax._jax import trace_state_clean
-from tapax._sites import Selection
+from tapax._sites import Selection, wrong_type
 from tapax._walk.plan import Plan
 from tapax.data._activations import Activations
 from tapax.data._arguments import as_integer
@@ -119,6 +119,8 @@ def harvest(
             "`harvest` writes to disk, so it cannot be called under jax.jit, grad, vmap or scan. "
             "Give it the function, and call it outside."
         )
+    if not isinstance(to, (str, os.PathLike)):
+        raise wrong_type("`to` takes the path of a folder, but is", to)
     share = None if worker is None else Worker.of(worker)
     seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)
