@@ -78,7 +78,8 @@ def harvest(
             too large for `dtype`, and warns.
         shard_bytes: The approximate size of a shard, in bytes. The batches of a shard are one unit
             of work.
-        units: The number of units of work to divide the batches into, instead of `shard_bytes`.
+        units: The largest number of units of work to divide the batches into, instead of
+            `shard_bytes`. All units except the last have equally many batches.
         seed: An integer with which to deal the batches out to the units in a random order, so that
             every shard has rows from all parts of `batches`. If None, the units follow the order of
             `batches`.

@@ -227,7 +227,9 @@ def _is_weight(x: Any) -> bool:
     dtype = jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.inexact):
         return True
-    is_narrow = dtype == bool or (jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32)
+    is_narrow = jnp.issubdtype(dtype, np.bool_) or (
+        jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32
+    )
     return is_narrow and bool(jnp.ndim(x))
 
 

@@ -164,6 +164,30 @@ def test_the_remainder_is_dropped_if_asked(acts):
     assert [len(b["token"]) for b in acts.batches(30, drop_remainder=True)] == [30, 30]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 30, "start": 4}, "`start` is 4, but the dataset has 3 batches of 30 rows"),
+        ({"size": 30, "start": 3, "drop_remainder": True}, "`start` is 3, but .* 2 batches"),
+        ({"size": 66, "drop_remainder": True}, "the dataset has 65 rows, and a batch 66"),
+    ],
+)
+def test_batches_that_would_all_be_missing_are_refused(acts, options, message):
+    with pytest.raises(ValueError, match=message):
+        acts.batches(**options)
+
+
+def test_a_reader_that_stopped_at_the_end_continues_with_nothing(acts):
+    assert list(acts.batches(30, start=3)) == []
+
+
+def test_comparisons_are_masks_of_rows(acts):
+    mask = acts["token"] == 3
+    np.testing.assert_array_equal(mask, TOKENS == 3)
+    np.testing.assert_array_equal(acts["net/hidden"][mask], ROWS[TOKENS == 3])
+    np.testing.assert_array_equal(acts["token"] != acts["position"], acts["position"][:] != TOKENS)
+
+
 def test_batches_are_divided_over_a_mesh(acts, mesh):
     batches = list(acts.batches(16, seed=0, mesh=mesh, drop_remainder=True))
     assert len(batches) == 4
@@ -200,6 +224,15 @@ def test_integers_that_jax_would_cut_off_raise(tmp_path):
     with pytest.raises(OverflowError, match="'hash' has integers that need 64 bits"):
         next(big.batches(4))
     assert next(big.batches(4, sites="net/*"))["net/embed"].shape == (4, 4)
+
+
+def test_numbers_that_jax_would_make_infinite_raise(tmp_path):
+    wide = harvest(tmp_path, beside=lambda b: {"p": np.where(b > 3, 1e300, np.inf)})
+    if jnp.asarray(np.float64(0)).dtype == np.float64:
+        assert jnp.isfinite(next(wide.batches(65))["p"]).any()
+        return
+    with pytest.raises(OverflowError, match="'p' has numbers that need 64 bits"):
+        next(wide.batches(65))
 
 
 def test_a_reader_that_is_dropped_leaves_no_threads(acts):
