@@ -178,7 +178,7 @@ def _read(
 
 def _site(row: str) -> Site:
     """Make the site of a row of a log."""
-    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row)
+    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row, re.DOTALL)
     assert found is not None
     return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
 
