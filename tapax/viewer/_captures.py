@@ -47,6 +47,9 @@ def add_site_table(sites: SiteTable, name: str, blobs: Blobs, sources: Sources) 
     subject = empty_subject("sites", name)
     subject["sites"] = make_site_columns(unique, sources)
     subject |= _make_flow_fields(flow_of(sites), unique)
+    if not unique:
+        text = "The program has no sites."
+        subject["messages"] = [{"level": "info", "text": text}]
     return cast(Subject, subject)
 
 

@@ -199,6 +199,75 @@ def test_a_direction_that_does_not_fit_its_site_is_refused(acts, direction):
         read(acts, directions={"bad": ("h", direction)})
 
 
+@pytest.mark.parametrize(
+    ("directions", "text"),
+    [
+        ([("h", 0)], "takes a dict from a label"),
+        ({"x": ("h", 0, 1)}, "but for 'x' is ('h', 0, 1)"),
+        ({"x": "h"}, "but for 'x' is 'h'"),
+    ],
+)
+def test_directions_of_another_form_are_refused(acts, directions, text):
+    with pytest.raises(TypeError) as error:
+        read(acts, directions=directions)
+    assert text in str(error.value)
+
+
+TOKENS = [["a", "b", "c"], ["d", "e", "f"]]
+
+
+@pytest.fixture(scope="module")
+def tokens_taps():
+    return tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones((2, 3, 4)))[1]
+
+
+def test_tokens_of_one_of_several_captures_are_enough(tokens_taps):
+    other = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))[1]
+    header, _ = read(other, tokens_taps, tokens=TOKENS)
+    assert header["subjects"][1]["tokens"][0]["tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["a", "b", "c"], "3 examples of 1 tokens, but no captured array is"),
+        ([["a", "b"]], "these sizes: they begin with [2, 3]"),
+        ([], "takes a list of strings for each example"),
+        ([["a", "b", "c"], ["d"]], "all of one length, but is [['a'"),
+        ([1, 2], "takes a list of strings for each example"),
+        ("abc", "takes a list of strings for each example"),
+    ],
+)
+def test_tokens_that_would_not_be_shown_are_refused(tokens_taps, tokens, text):
+    with pytest.raises(ValueError) as error:
+        read(tokens_taps, tokens=tokens)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tokens": TOKENS}, {"directions": {"x": ("h", 0)}}, {"decode": str}]
+)
+def test_options_that_apply_to_no_subject_are_refused(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"`{name}` is for views of .*was given none"):
+        read(tapax.Log(), **options)
+
+
+def test_a_dataset_that_is_not_complete_says_so(tmp_path):
+    batches = [np.ones((2, 3), np.float32)] * 4
+    given = {"to": tmp_path, "units": 4, "worker": (0, 2), "take_over": False}
+    part = tapax.harvest(lambda x: tapax.sow(x, "h"), batches, **given)
+    (message,) = read(part)[0]["subjects"][0]["messages"]
+    assert message["text"] == "The dataset is not complete: 2 of 4 units."
+
+
+def test_a_program_without_sites_says_so():
+    with pytest.warns(UserWarning, match="has no sites"):
+        sites = tapax.sites(lambda x: x)(1.0)
+    (message,) = read(sites)[0]["subjects"][0]["messages"]
+    assert message["text"] == "The program has no sites."
+
+
 def test_several_subjects_of_one_kind_are_told_apart(acts):
     taps = [tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1] for x in (1.0, 2.0)]
     header, blob = read(*taps, tapax.Log(), acts)
