@@ -26,7 +26,7 @@ from tapax._jax import PyTree, Value
 from tapax._jaxpr.digest import digest
 from tapax._marks.marked_jaxprs import strip
 from tapax._results import SiteDict, Taps
-from tapax._sites import Site, SiteError, nearest
+from tapax._sites import Site, SiteError, nearest, show
 from tapax._walk.plan import Plan
 from tapax.data._columns import spread_mask
 from tapax.data._row_layout import RowLayout, check_same_rows, leave_out_step
@@ -121,6 +121,11 @@ class _RowTransform(Transform):
                     sites.append(self._describe(site, stored_name, kind, rows))
         if not sites:
             raise _nothing_selected(self.plan, taps)
+        if not taps.grads and self.plan.grads not in (None, ()):
+            raise SiteError(
+                f"grads={show(self.plan.grads)} selects no gradient: the function takes none "
+                "itself, or none reaches a site. Give a loss under jax.grad, or a train step."
+            )
         return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
 
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:

@@ -301,6 +301,7 @@ def test_a_harvest_under_a_transformation_is_refused(tmp_path):
         ({"values": "net/hiden"}, "'net/hidden'"),
         ({"values": "nothing/*"}, "values='nothing/*' picks nothing: tracing the function reached"),
         ({"values": None}, "The harvest has no sites"),
+        ({"grads": "**"}, "grads='**' selects no gradient: the function takes none itself"),
         ({"values": ["net/embed", "net/score"]}, "'net/score' of [2]"),
         ({"values": "net/score", "rows": (0, 3)}, "`rows` is (0, 3)"),
         ({"rows": "words"}, "`rows` must be 'tokens', 'examples'"),
