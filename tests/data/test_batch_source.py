@@ -102,6 +102,16 @@ def test_labels_of_examples_are_not_tokens(tmp_path):
     assert acts.columns == ["batch", "example"]
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "labels", "targets", "token_type_ids"])
+def test_other_integers_of_each_position_are_not_tokens(tmp_path, name):
+    ids = np.arange(6, dtype=np.int32).reshape(2, 3)
+    batch = {"x": np.ones((2, 3, 4), np.float32), name: ids + 40}
+    one = tapax.harvest(lambda b: same(b["x"]), [batch], to=tmp_path / "one")
+    assert one.columns == ["batch", "example", "position"]
+    both = tapax.harvest(lambda b: same(b["x"]), [{**batch, "words": ids}], to=tmp_path / "both")
+    np.testing.assert_array_equal(both["token"], ids.ravel())
+
+
 @pytest.mark.parametrize(
     ("name", "activation", "rows"),
     [
