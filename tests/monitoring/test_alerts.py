@@ -248,6 +248,13 @@ def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
     m.close()
 
 
+def test_a_step_without_gradients_warns():
+    m = monitor(lambda x: tapax.sow(2 * x, "h"), values=None)
+    with pytest.warns(UserWarning, match="sees nothing: no gradient reaches a site"):
+        m(1.0)
+    m.close()
+
+
 def test_a_step_without_sites_warns():
     m = monitor(lambda x: 2 * x)
     with pytest.warns(UserWarning, match="sees nothing: the step has no sites") as caught:

@@ -90,6 +90,17 @@ def test_a_difference_in_a_scan_has_the_error_of_every_iteration():
     np.testing.assert_array_equal(errors, difference.values["h"].ulps_by_iteration)
 
 
+def test_a_difference_in_a_loop_without_iterations_has_a_row():
+    def fn(x):
+        return jax.lax.scan(lambda c, i: (tapax.sow(c + i, "h"), None), x, jnp.arange(0.0))[0]
+
+    taps = tapax.capture(fn, grads=None)(1.0)[1]
+    header, _ = read(tapax.diff(taps, taps))
+    (subject,) = header["subjects"]
+    assert subject["sites"]["name"] == ["h"]
+    assert [each["differs"] for each in subject["difference"]["entries"]] == [False]
+
+
 def test_residuals_are_sites_with_their_bytes_and_lines():
     def loss(w):
         return jnp.sum(jnp.sin(jnp.exp(w)) ** 2)
@@ -251,6 +262,18 @@ def test_options_that_apply_to_no_subject_are_refused(options):
     (name,) = options
     with pytest.raises(TypeError, match=f"`{name}` is for views of .*was given none"):
         read(tapax.Log(), **options)
+
+
+def test_contexts_of_a_dataset_with_a_wide_column_for_examples(tmp_path):
+    acts = tapax.harvest(
+        lambda x: tapax.sow(x, "h"),
+        [np.float32([[1, 2], [3, 4], [5, 6]])] * 2,
+        to=tmp_path,
+        beside=lambda batch: {"example": np.ones((3, 2), np.int32)},
+    )
+    header, _ = read(acts, directions={"x": ("h", 1)})
+    first = header["subjects"][0]["dataset"]["tops"][0]["contexts"][0]
+    assert (first["row"], first["activations"]) == (2, [2.0, 4.0, 6.0])  # within its batch
 
 
 def test_a_dataset_that_is_not_complete_says_so(tmp_path):
