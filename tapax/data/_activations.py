@@ -249,7 +249,8 @@ class Activations(Tabular):
         Raises:
             ImportError: If pyarrow or lance is not installed; the message says how to install it.
             FileExistsError: If `path` exists.
-            ValueError: If `path` has another ending.
+            OSError: If `path` cannot be written.
+            ValueError: If `path` has another ending, or the rows of a site have no elements.
             SiteError: If `sites` selects nothing.
 
         Example:

@@ -298,6 +298,21 @@ def test_exports_hold_every_row(tmp_path, suffix, dtype):
     assert sorted(os.listdir(tmp_path)) == ["acts", f"acts.{suffix}"]
 
 
+def test_exports_that_cannot_be_written_say_why(tmp_path):
+    pytest.importorskip("pyarrow")
+
+    def fn(x):
+        return tapax.sow(x, "h"), tapax.sow(x[:, :0], "empty")
+
+    acts = tapax.harvest(fn, [np.ones((2, 3), np.float32)], to=tmp_path / "acts")
+    with pytest.raises(ValueError, match=r"The rows of 'empty' have the shape \[0\]"):
+        acts.export(tmp_path / "acts.parquet")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"The dataset cannot be exported to .*Choose a path"):
+        acts.export(tmp_path / "file" / "acts.parquet", sites="h")
+    acts.export(tmp_path / "acts.parquet", sites="h")
+
+
 def damage(path, place, byte=None):
     content = bytearray(path.read_bytes())
     content[place] = content[place] ^ 0xFF if byte is None else byte
