@@ -21,6 +21,7 @@ from tapax.viewer._format import (
     Column,
     Event,
     JsonNumber,
+    Message,
     Of,
     Statistic,
     Subject,
@@ -54,6 +55,8 @@ class RunColumns:
         self._row_sites: dict[tuple[Of, str], list[int]] = {}
         self._places: dict[str, tuple[tuple[Of, str], int]] = {}
         self._histograms: dict[tuple[Of, str, str], dict[int, Histogram]] = {}
+        self._edges: dict[tuple[Of, str, str], np.ndarray] = {}
+        self._has_other_edges = False
         self._layout: tuple[Sequence[str], list[_Group]] | None
         self._layout = None
         # The names of each record at each step; steps of a run share equal sequences of names.
@@ -202,6 +205,8 @@ class RunColumns:
         if merged is None:
             return
         if isinstance(merged, Histogram):
+            known = self._edges.setdefault((of, stat, site), merged.edges)
+            self._has_other_edges |= not np.array_equal(known, merged.edges)
             self._histograms.setdefault((of, stat, site), {})[self.steps[at]] = merged
             return
         key = of, stat
@@ -255,6 +260,16 @@ class RunColumns:
             )
         return entries
 
+    def messages(self) -> list[Message]:
+        """Return messages on what the page leaves out."""
+        if not self._has_other_edges:
+            return []
+        text = (
+            "The edges of some histograms change within the log. The page shows those with the "
+            "edges of the last step."
+        )
+        return [{"level": "warning", "text": text}]
+
     def events(self) -> list[Event]:
         """Return the alerts that fired, as events."""
         return [
@@ -306,6 +321,7 @@ def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subje
     if run.flow is not None:
         subject |= make_edges(run.flow, list(run.sites))
     subject["events"] = run.events()
+    subject["messages"] = run.messages()
     if not run.steps:
         text = "The log holds no records yet."
         subject["messages"] = [{"level": "info", "text": text}]

@@ -172,6 +172,18 @@ def test_histograms_of_all_ranges_count_every_element(numbers):
     assert edges[0] <= min(numbers) and max(numbers) <= edges[-1]
 
 
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_histograms_with_other_edges_are_left_out_with_a_message(tmp_path, is_on_disk):
+    log = tapax.sink.jsonl(tmp_path / "run.jsonl") if is_on_disk else tapax.Log()
+    for step, edges in enumerate(([0.0, 1, 2], [0.0, 1, 2], [0.0, 10, 20])):
+        log(step, {"h/value_histogram": tapax.Histogram(np.ones(2), np.array(edges))})
+        header = make_page(log.path if is_on_disk else log).header
+        messages = [each["text"] for each in header["subjects"][0]["messages"]]
+        assert messages == [] if step < 2 else "edges of some histograms change" in messages[0]
+    (histogram,) = header["subjects"][0]["histograms"]
+    assert histogram["counts"]["shape"] == [1, 2]
+
+
 def test_records_with_the_same_names_are_written_as_one_column():
     run, slow = RunColumns(), {}
     names = [f"net/{i}/value_rms" for i in range(7)]
