@@ -157,6 +157,9 @@ def check_divisible(
 
 def _check_shape(sharding: Any, name: str, shape: tuple[int, ...], *, is_last: bool) -> None:
     try:
+        # Only some versions of JAX raise for a specification with more axes than the array has.
+        if len(spec := getattr(sharding, "spec", ())) > len(shape):
+            raise ValueError(f"{spec} has {len(spec)} axes")
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:
         what, fix = "Batches", "Choose another `size`, or other `sites`"

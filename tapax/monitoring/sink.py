@@ -68,7 +68,7 @@ class table:
         from tapax.monitoring._trend import sites_table, summary
 
         self._step = step
-        for name, number in record.items():
+        for name, number in as_floats(record).items():
             numbers = self._history.setdefault(name, [])
             numbers.append(summary(number))
             if len(numbers) > 64:  # the trend shows the last 64 numbers

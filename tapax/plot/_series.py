@@ -131,6 +131,8 @@ def pick_statistics(
         wanted = sorted(there, key=lambda stat: _ORDER.get(base_statistic(stat), 2))
     else:
         wanted = [stats] if isinstance(stats, str) else list(stats)
+        if not wanted:
+            raise ValueError("`stats` is empty. Leave it out to draw all statistics.")
         for stat in wanted:
             if stat not in there:
                 raise ValueError(

@@ -515,6 +515,16 @@ def test_an_index_that_does_not_fit_is_refused(single_rows, rows):
         tapax.open(single_rows.path)
 
 
+def test_a_sharding_with_more_axes_than_a_column_is_refused(acts, mesh):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", None))
+    with pytest.raises(
+        ValueError, match=r"cannot be divided over the devices: '(batch|example|p|t)"
+    ):
+        acts.batches(4, sharding=sharding, drop_remainder=True)
+    found = next(acts.batches(4, sharding=sharding, sites="net/embed", drop_remainder=True))
+    assert found["net/embed"].shape == (4, 4)
+
+
 def test_batches_divided_along_the_width(acts):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "d"))

@@ -248,6 +248,14 @@ def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
     m.close()
 
 
+def test_limits_may_be_scalars_of_numpy():
+    rules = [alert.above("h", value_rms=np.float32(1.5)), alert.dead(np.float32(0.5))]
+    assert [type(limit.limit) for rule in rules for limit in rule.limits] == [float, float]
+    assert [limit.limit for rule in rules for limit in rule.limits] == [1.5, 0.5]
+    with pytest.raises(TypeError, match="but a limit is a number"):
+        alert.above("h", value_rms=np.float32(np.nan))
+
+
 def test_a_step_without_gradients_warns():
     m = monitor(lambda x: tapax.sow(2 * x, "h"), values=None)
     with pytest.warns(UserWarning, match="sees nothing: no gradient reaches a site"):

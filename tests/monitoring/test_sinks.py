@@ -183,6 +183,14 @@ def test_weights_and_biases_is_given_numbers_and_histograms(monkeypatch):
     assert alerts == [{"title": "Net/h", "text": EVENT.message}] * 2
 
 
+def test_the_table_shows_numbers_of_any_type():
+    out = io.StringIO()
+    show = sink.table(Console(file=out))
+    show(0, {"loss": np.float32(0.5), "count": 3, "units": np.arange(4)})
+    show.close()
+    assert all(text in out.getvalue() for text in ("0.5", "3", "1.5"))
+
+
 def test_every_number_of_a_record_has_a_tag():
     names = ["h[1]", "h@1", "h.1", "h@1[1]", "h[1,1]", "h@1~1", "h@11", "a b", "a_b", "rnn:0"]
     record = {f"{name}/value_rms": float(i) for i, name in enumerate(names)}

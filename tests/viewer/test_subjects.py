@@ -152,6 +152,11 @@ def test_numbers_by_token_of_shapes_that_do_not_fit_are_refused(numbers, sites, 
     assert text in str(error.value)
 
 
+def test_complex_numbers_by_token_are_refused():
+    with pytest.raises(TypeError, match="ByToken takes real numbers"):
+        ByToken(np.ones((2, 3)) * 1j, ["a", "b"])
+
+
 WIDTH, LENGTH = 6, 25
 
 
