@@ -172,6 +172,28 @@ def test_histograms_of_all_ranges_count_every_element(numbers):
     assert edges[0] <= min(numbers) and max(numbers) <= edges[-1]
 
 
+@pytest.mark.parametrize(
+    ("shape", "messages"),
+    [
+        ((16, 1024, 1), []),
+        ((20, 3, 2), ["The view of tokens shows the first 16 of 20 examples."]),
+        (
+            (17, 1025, 1),
+            [
+                "The view of tokens shows the first 16 of 17 examples and the first 1,024 of 1,025 "
+                "positions."
+            ],
+        ),
+    ],
+)
+def test_tokens_beyond_the_limits_of_the_page_are_counted(shape, messages):
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"), grads=None)(np.ones(shape, np.float32))
+    (subject,) = make_page(taps).header["subjects"]
+    (grid,) = subject["tokens"]
+    assert (grid["examples"], grid["positions"]) == (min(shape[0], 16), min(shape[1], 1024))
+    assert [each["text"] for each in subject["messages"]] == messages
+
+
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_histograms_with_other_edges_are_left_out_with_a_message(tmp_path, is_on_disk):
     log = tapax.sink.jsonl(tmp_path / "run.jsonl") if is_on_disk else tapax.Log()
