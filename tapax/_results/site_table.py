@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -55,8 +56,8 @@ class SiteTable(Tabular, Sequence[Site]):
     def __getitem__(self, key: int | str | slice) -> Site | SiteTable:
         if isinstance(key, slice):
             return make_site_table(self._sites[key], self._flow)
-        if isinstance(key, int):
-            return self._sites[key]
+        if not isinstance(key, str):
+            return self._sites[operator.index(key)]
         for site in self._sites:
             if site.name == key:
                 return site

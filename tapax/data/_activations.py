@@ -158,10 +158,10 @@ class Activations(Tabular):
         Raises:
             TypeError: If an argument has the wrong type, or a number is too small.
             ValueError: If both `mesh` and `sharding` are given, or a batch cannot be divided over
-                the devices.
+                the devices; if `start` is beyond the last batch, or `drop_remainder` leaves none.
             SiteError: If `sites` selects nothing.
             ShardError: While iterating: if a shard is missing or was altered.
-            OverflowError: While iterating: if an integer needs 64 bits, but JAX has 32.
+            OverflowError: While iterating: if a number needs 64 bits, but JAX has 32.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, tapax
@@ -177,6 +177,16 @@ class Activations(Tabular):
         arrays = self._select(sites)
         check_divisible(placed, size, arrays, drop_remainder)
         order = BatchOrder(self._shards.counts.tolist(), size, seed, window, drop_remainder)
+        if start > len(order):
+            raise ValueError(
+                f"`start` is {start}, but the dataset has {len(order)} batches of {size} rows. A "
+                "position belongs to the size, and to `drop_remainder`, of the batches it counts."
+            )
+        if len(self) and not len(order):
+            raise ValueError(
+                f"drop_remainder=True leaves no batch: the dataset has {len(self)} rows, and a "
+                f"batch {size}. Choose another `size`."
+            )
         return Batches(arrays, order, start, placed)
 
     def source(self, site: str | None = None) -> RowSource:
@@ -239,7 +249,8 @@ class Activations(Tabular):
         Raises:
             ImportError: If pyarrow or lance is not installed; the message says how to install it.
             FileExistsError: If `path` exists.
-            ValueError: If `path` has another ending.
+            OSError: If `path` cannot be written.
+            ValueError: If `path` has another ending, or the rows of a site have no elements.
             SiteError: If `sites` selects nothing.
 
         Example:

@@ -105,32 +105,31 @@ def _reader(
 
 def _read_rows(array: LazyArray, rows: np.ndarray, sharding: Sharding | None) -> Value:
     if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(_check_integers(array, array.take(rows)), sharding)
+        return jax.device_put(_narrow(array, array.take(rows)), sharding)
 
     # Each process reads only the rows for its devices.
     def read_part(index: Any) -> np.ndarray:
-        return _check_integers(array, array.take(rows[index[0]]))[(slice(None), *index[1:])]
+        return _narrow(array, array.take(rows[index[0]]))[(slice(None), *index[1:])]
 
     shape = (len(rows), *array.shape[1:])
     return jax.make_array_from_callback(shape, sharding, read_part)
 
 
-def _check_integers(array: LazyArray, x: np.ndarray) -> np.ndarray:
-    """Raise for integers that JAX would truncate, because 64-bit types are disabled."""
-    if (
-        x.dtype not in (np.int64, np.uint64)
-        or jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-        or not x.size
-    ):
+def _narrow(array: LazyArray, x: np.ndarray) -> np.ndarray:
+    """Convert to the dtype that JAX has; raise for numbers that are too large for it."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if dtype == x.dtype or x.dtype.itemsize < 8:
         return x
-    narrow = np.int32 if x.dtype == np.int64 else np.uint32
-    limits = np.iinfo(narrow)
-    if x.min() < limits.min or x.max() > limits.max:
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = x.astype(dtype)
+    is_integer = x.dtype.kind in "iu"
+    if (narrow != x if is_integer else np.isfinite(x) & ~np.isfinite(narrow)).any():
+        what = "integers" if is_integer else "numbers"
         raise OverflowError(
-            f"{array.name!r} has integers that need 64 bits, but JAX has 32 by default. Leave it "
+            f"{array.name!r} has {what} that need 64 bits, but JAX has 32 by default. Leave it "
             "out by `sites`, or enable 64 bits: jax.config.update('jax_enable_x64', True)."
         )
-    return x.astype(narrow)
+    return narrow
 
 
 def make_sharding(mesh: Any, sharding: Any) -> Sharding | None:
@@ -158,6 +157,9 @@ def check_divisible(
 
 def _check_shape(sharding: Any, name: str, shape: tuple[int, ...], *, is_last: bool) -> None:
     try:
+        # Only some versions of JAX raise for a specification with more axes than the array has.
+        if len(spec := getattr(sharding, "spec", ())) > len(shape):
+            raise ValueError(f"{spec} has {len(spec)} axes")
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:
         what, fix = "Batches", "Choose another `size`, or other `sites`"

@@ -25,12 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._frameworks.interface import key_path
 from tapax._jax import PyTree, Value
 from tapax._sites import wrong_type
 from tapax.data._shard_format import check_storable
 
 _TOKENS = ("tokens", "token", "input_ids")
 """The keys under which a batch may have its tokens."""
+
+_OTHERS = ("mask", "label", "target", "position", "segment", "type")
+"""The parts of names of integers for each row that are not tokens."""
 
 Keep = Callable[[PyTree], Value] | Value | None
 Beside = Callable[[PyTree], Mapping[str, Value]] | None
@@ -106,7 +110,12 @@ def _find_tokens(batch: PyTree, sizes: tuple[int, ...]) -> Value | None:
         for key in _TOKENS:
             if key in batch and _are_tokens(batch[key], sizes):
                 return batch[key]
-    found = [x for x in jax.tree.leaves(batch) if _are_tokens(x, sizes)]
+    named = jax.tree_util.tree_flatten_with_path(batch)[0]
+    found = [
+        x
+        for keys, x in named
+        if _are_tokens(x, sizes) and not any(word in key_path(keys).lower() for word in _OTHERS)
+    ]
     # An integer for each example is more often a label than a token.
     return found[0] if len(found) == 1 and (len(sizes) > 1 or found[0] is batch) else None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import platform
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax._jax import PyTree, gather, spans_processes
-from tapax._sites import SiteError, show, wrong_type
+from tapax._sites import Selection, SiteError, show, wrong_type
 from tapax._walk.plan import Plan
 from tapax.data._arguments import as_integer
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
@@ -48,8 +49,8 @@ def make_manifest(
     if mask is not None:
         spread_mask(mask, rows.row_sizes, np)  # raises if the mask does not fit
     configuration = {
-        "values": None if plan.values is None else show(plan.values),
-        "grads": None if plan.grads is None else show(plan.grads),
+        "values": _describe_selection(plan.values),
+        "grads": _describe_selection(plan.grads),
         "rows": layout.rows if isinstance(layout.rows, str) else list(layout.rows),
         "layers": layout.layers,
         "dtype": dtype,
@@ -64,6 +65,30 @@ def make_manifest(
         "program": described.program,
     }
     return Manifest(configuration, arrays, _versions())
+
+
+def _describe_selection(selection: Selection) -> str | None:
+    """Describe a selection in words, with a checksum of the index arrays in it, if there are any.
+
+    `show` names only the dtype and the shape of an index array, but its elements decide the rows.
+    """
+    if selection is None:
+        return None
+    arrays = list(_find_arrays(selection))
+    text = show(selection)
+    return f"{text} (checksum of its index arrays: {_checksum(arrays)})" if arrays else text
+
+
+def _find_arrays(part: Any) -> Iterator[np.ndarray]:
+    """Find the index arrays in a selection, or in a part of one."""
+    if isinstance(part, np.ndarray):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _find_arrays(each)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from _find_arrays(getattr(part, field.name))
 
 
 def check_dtype(dtype: Any) -> str | None:
@@ -95,8 +120,9 @@ def _describe_arrays(
     for name in columns:
         if any(site.name == name for site in sites):
             raise SiteError(
-                f"A site and a column are both called {name!r}. Give the column of `beside` "
-                "another name."
+                f"A site and a column are both called {name!r}. Give the site, or the column of "
+                "`beside`, another name; the names `batch`, `example`, `position` and `token` are "
+                "those of columns."
             )
     for name, x in columns.items():
         sites.append(DatasetArray(name, "column", x.dtype.name, x.shape[1:], x.dtype.name))

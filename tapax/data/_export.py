@@ -35,6 +35,12 @@ def export_dataset(arrays: Mapping[str, LazyArray], path: str | os.PathLike[str]
         )
     if path.exists():
         raise FileExistsError(f"{str(path)!r} is there already: give a new name, or remove it.")
+    for name, array in arrays.items():
+        if 0 in array.shape[1:]:  # pyarrow would end the process
+            raise ValueError(
+                f"The rows of {name!r} have the shape {list(array.shape[1:])}, so there is nothing "
+                "to export. Leave it out by `sites`."
+            )
     pa = _import("pyarrow", "lance" if path.suffix == ".lance" else "parquet")
     schema = pa.schema({name: _type(pa, array) for name, array in arrays.items()})
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{path.suffix}")
@@ -42,8 +48,14 @@ def export_dataset(arrays: Mapping[str, LazyArray], path: str | os.PathLike[str]
         path.parent.mkdir(parents=True, exist_ok=True)
         write(pa, beside, schema, _pieces(pa, arrays, schema))
         os.replace(beside, path)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"The dataset cannot be exported to {str(path)!r}: {error.strerror or error}. Choose a "
+            "path that can be written",
+        ) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
 
 

@@ -34,6 +34,10 @@ class WorkerTakenError(RuntimeError):
     """The error of a worker number under which another process harvests."""
 
 
+class UnwritableError(OSError):
+    """The error of a folder that cannot be written; what is in it stays as it is."""
+
+
 def is_dataset(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder contains the manifest of a dataset."""
     return (Path(path) / _manifest.NAME).is_file()
@@ -163,9 +167,9 @@ class DatasetFolder:
                         remove_leftovers(folder, path.stem.removeprefix("."))
                     path.unlink()
 
-    def unwritable(self, error: OSError) -> OSError:
+    def unwritable(self, error: OSError) -> UnwritableError:
         why = error.strerror or str(error)
-        return OSError(
+        return UnwritableError(
             error.errno,
             f"The dataset {str(self.path)!r} cannot be written: {why}. All shards in it are "
             "complete. Once the folder can be written, call `harvest` again with the same "

@@ -9,7 +9,7 @@ from typing import Any
 
 from tapax._calling.transform import check_function
 from tapax._jax import trace_state_clean
-from tapax._sites import Selection
+from tapax._sites import Selection, wrong_type
 from tapax._walk.plan import Plan
 from tapax.data._activations import Activations
 from tapax.data._arguments import as_integer
@@ -78,7 +78,8 @@ def harvest(
             too large for `dtype`, and warns.
         shard_bytes: The approximate size of a shard, in bytes. The batches of a shard are one unit
             of work.
-        units: The number of units of work to divide the batches into, instead of `shard_bytes`.
+        units: The largest number of units of work to divide the batches into, instead of
+            `shard_bytes`. All units except the last have equally many batches.
         seed: An integer with which to deal the batches out to the units in a random order, so that
             every shard has rows from all parts of `batches`. If None, the units follow the order of
             `batches`.
@@ -119,6 +120,8 @@ def harvest(
             "`harvest` writes to disk, so it cannot be called under jax.jit, grad, vmap or scan. "
             "Give it the function, and call it outside."
         )
+    if not isinstance(to, (str, os.PathLike)):
+        raise wrong_type("`to` takes the path of a folder, but is", to)
     share = None if worker is None else Worker.of(worker)
     seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)

@@ -10,10 +10,11 @@
 
 An array job runs this command in each task, with the number of the task as the number of the
 worker. A task that was killed may be restarted, but need not be: the others do its units. The exit
-code is 0, 1 if the dataset is not complete, or 2 if an argument is wrong.
+code is 0, 1 if the dataset is not complete or cannot be written, or 2 if an argument is wrong.
 """
 
 import argparse
+import inspect
 import os
 import re
 import runpy
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tapax._sites import SiteError
-from tapax.data._folder import WorkerTakenError
+from tapax.data._folder import UnwritableError, WorkerTakenError
 from tapax.data._harvest import harvest
 from tapax.data._manifest import OtherDatasetError
 
@@ -64,9 +65,16 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         given["to"] = options.to
     arguments = {**_call(parser, script, name), **given}
     try:
+        inspect.signature(harvest).bind(**arguments)
+    except TypeError as error:
+        parser.error(f"{name!r} should return the arguments of tapax.harvest: {error}.")
+    try:
         acts = harvest(**arguments)
     except (SiteError, OtherDatasetError, WorkerTakenError) as error:
         parser.error(str(error))
+    except UnwritableError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(f"{acts.path}: {len(acts):,} rows, {acts.progress}")
     return 0 if acts.is_complete or not arguments.get("take_over", True) else 1
 

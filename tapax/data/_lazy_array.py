@@ -21,7 +21,8 @@ class LazyArray:
     Indexing reads rows: `array[5]`, `array[10:20]`, `array[[3, 17, 5]]`, `array[mask]`. After a
     comma, any index of NumPy applies within the rows: `array[:100, 0]`. A slice within one shard is
     a view of the file, which takes no memory; any other index makes a copy. `np.asarray(array)`
-    reads the whole array. `name`, `shape` and `dtype` describe it.
+    reads the whole array, and so do `array == x` and `array != x`, which compare its elements.
+    `name`, `shape` and `dtype` describe it.
 
     Args:
         array: The entry of the site or column in the manifest.
@@ -92,6 +93,15 @@ class LazyArray:
         found = self.take(numbers)
         # As in NumPy, lists for several axes are paired.
         return found[(np.arange(len(found)), *others)] if others else found
+
+    # A comparison by identity would give False in place of a mask of rows, without an error.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == other
+
+    def __ne__(self, other: object) -> Any:
+        return np.asarray(self) != other
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

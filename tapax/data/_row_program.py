@@ -26,7 +26,7 @@ from tapax._jax import PyTree, Value
 from tapax._jaxpr.digest import digest
 from tapax._marks.marked_jaxprs import strip
 from tapax._results import SiteDict, Taps
-from tapax._sites import Site, SiteError, nearest
+from tapax._sites import Site, SiteError, nearest, show
 from tapax._walk.plan import Plan
 from tapax.data._columns import spread_mask
 from tapax.data._row_layout import RowLayout, check_same_rows, leave_out_step
@@ -121,6 +121,11 @@ class _RowTransform(Transform):
                     sites.append(self._describe(site, stored_name, kind, rows))
         if not sites:
             raise _nothing_selected(self.plan, taps)
+        if not taps.grads and self.plan.grads not in (None, ()):
+            raise SiteError(
+                f"grads={show(self.plan.grads)} selects no gradient: the function takes none "
+                "itself, or none reaches a site. Give a loss under jax.grad, or a train step."
+            )
         return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
 
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
@@ -206,11 +211,12 @@ def _store(
 
 
 def fingerprint(arrays: Sequence[Any]) -> str:
-    """Return a checksum of the floating-point arrays in `arrays`, equal on every device.
+    """Return a checksum of the weights in `arrays`, equal on every device.
 
-    It ignores integers, because counters and random keys change while the model stays as it is.
+    It ignores integers of 32 bits or more, and numbers without axes: counters, flags and random
+    keys change while the model stays as it is.
     """
-    found = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    found = [x for x in arrays if _is_weight(x)]
     if not found:
         return ""
     sums = [_sum_bits(x) for x in found]
@@ -221,10 +227,28 @@ def fingerprint(arrays: Sequence[Any]) -> str:
     return f"{zlib.crc32(words.encode()):08x}"
 
 
+def _is_weight(x: Any) -> bool:
+    """Return whether an array is a weight, a quantised weight or a mask, as far as one can tell."""
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    is_narrow = jnp.issubdtype(dtype, np.bool_) or (
+        jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32
+    )
+    return is_narrow and bool(jnp.ndim(x))
+
+
 @jax.jit
 def _sum_bits(x: Value) -> Value:
     """Sum the bits of an array as integers modulo 2**32, weighted by their places."""
-    return _weighted_sum(jnp.asarray(x))
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        # A number of fewer than eight bits has no bits of its own in memory.
+        is_narrow = not jnp.iscomplexobj(x) and jnp.finfo(x.dtype).bits < 8
+        return _weighted_sum(x.astype(jnp.float32) if is_narrow else x)
+    return _weighted_sum(
+        x.astype(jnp.int16 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.uint16)
+    )
 
 
 def _weighted_sum(x: Value) -> Value:

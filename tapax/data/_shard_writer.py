@@ -5,6 +5,7 @@ is written last, into the room that was left for it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def write_shard(
         unit,
         sum(len(part) for part in next(iter(chunks.values()))),
         placed,
-        {name: found.numbers for name, found in statistics.items()},
+        {name: _as_json(found.numbers) for name, found in statistics.items()},
     )
     # Checksums have a fixed number of digits, so the length of the header is known before them.
     start = len(encode_header(header))
@@ -70,6 +71,11 @@ def write_shard(
         assert len(beginning) == start
         write_all(file, beginning)
     return dataclasses.replace(header, data_start=start).nbytes
+
+
+def _as_json(numbers: Mapping[str, int | float]) -> dict[str, int | float | str]:
+    """Write numbers that JSON lacks as strings: the sum of norms may be too large for 64 bits."""
+    return {name: x if math.isfinite(x) else str(x) for name, x in numbers.items()}
 
 
 def _cut(parts: Sequence[np.ndarray]) -> Iterator[memoryview]:

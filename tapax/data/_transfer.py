@@ -32,7 +32,7 @@ def start_copies(arrays: Sequence[Value], kept: np.ndarray | None) -> list[Pendi
         # A selection of rows that are divided over devices would move rows between the devices.
         return [PendingCopy(x, None, kept) for x in arrays]
     rows = arrays[0].shape[0]
-    part = -(-rows // _PARTS)
+    part = max(1, -(-rows // _PARTS))
     padded = np.zeros(min(-(-len(kept) // part) * part, rows), np.int32)
     padded[: len(kept)] = kept
     selected = _select_rows(list(arrays), padded)

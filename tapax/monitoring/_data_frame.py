@@ -32,7 +32,12 @@ def to_data_frame(records: Iterable[tuple[int, dict[str, Number]]]) -> pd.DataFr
     for step, record in records:
         for name, number in record.items():
             if isinstance(number, Histogram):
-                edges[name] = tuple(np.asarray(number.edges, np.float64).tolist())
+                found = tuple(np.asarray(number.edges, np.float64).tolist())
+                if edges.setdefault(name, found) != found:
+                    raise ValueError(
+                        f"The edges of {name!r} change at step {step}, so its bins have no columns "
+                        "in common. Read the records one by one: `for step, record in log`."
+                    )
             for column, value in _elements(name, number):
                 if column not in columns:
                     columns[column] = np.full(len(rows), np.nan)

@@ -19,7 +19,7 @@ from tapax.monitoring._delivery import warn
 from tapax.monitoring._json_lines import jsonl, read_lines
 from tapax.monitoring._log_format import LogEntry, not_a_log, warn_left_out
 from tapax.monitoring._part_folder import FORMATS, IncompletePart, PartFolder, find_parts
-from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,7 +88,7 @@ class Log(Tabular):
         self._flow: Flow | None = None
 
     def __call__(self, step: int, record: Record) -> None:
-        replaced = self._add(step, record)
+        replaced = self._add(step, as_floats(record))
         if replaced and not self._warned:
             self._warned = True
             warn(f"In a log, {replaced}")
@@ -183,6 +183,7 @@ class Log(Tabular):
 
         Raises:
             ModuleNotFoundError: If pandas is not installed.
+            ValueError: If the edges of a histogram change within the log.
 
         Example:
             >>> import tapax

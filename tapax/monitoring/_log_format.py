@@ -42,7 +42,8 @@ def not_a_log(path: Path, why: str) -> ValueError:
     """Make the error for a path that is not a log, with the reason `why`."""
     return ValueError(
         f"{str(path)!r} is not a log of tapax: {why}. A log is a .jsonl file, or a folder of "
-        ".parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote."
+        ".parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote; a "
+        "dataset of activations is a folder with a manifest.json."
     )
 
 

@@ -308,9 +308,7 @@ class Monitor(Generic[P, R]):
             return NOT_CAPTURED
         if not self._ran and self._parameters is None and not captured.statistics.packed:
             warnings.warn(
-                f"The monitor of {name_of(self._step)} records nothing: the step has no sites. "
-                "Mark values with tapax.sow(value, name), or pass modules of a framework to the "
-                "step.",
+                f"The monitor of {name_of(self._step)} records nothing: {self._reader.absence}",
                 stacklevel=3,
             )
         self._ran = True

@@ -44,6 +44,7 @@ class PartFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             # Two runs that write to one folder at the same time must not write the same parts.
             self._run = uuid.uuid4().hex[:8]
+            self._next_flow: Flow | None = None
             probe = self.path / f".{self._run}.tmp"
             probe.write_bytes(b"")
             probe.unlink()
@@ -84,9 +85,12 @@ class PartFolder:
         self._write()
 
     def _write_flow(self, flow: Flow) -> None:
-        self._flow = flow
+        # Not yet in `_flow`: the record that comes next may begin another part.
+        self._next_flow = flow
 
     def _write(self) -> None:
+        if self._next_flow is not None:
+            self._flow, self._next_flow = self._next_flow, None
         part = self.path / f"part-{self._number:05d}-{self._run}{self.suffix}"
         beside = part.with_name(f".{part.stem}.tmp")
         about = {

@@ -66,6 +66,19 @@ class Reader:
         )
         return Plan.make(values, grads, modules=modules, reducing=True)
 
+    @property
+    def absence(self) -> str:
+        """The likely reason why a step has none of the requested statistics, as a sentence."""
+        if all(request.kind == "grad" for request in self.requests):
+            return (
+                "no gradient reaches a site, and `values` is None. Monitor a step that takes the "
+                "gradient itself."
+            )
+        return (
+            "the step has no sites. Mark values with tapax.sow(value, name), or pass modules of a "
+            "framework to the step."
+        )
+
     def stop(self) -> None:
         self.off = True
 

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tapax._sites import wrong_type
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
@@ -77,13 +79,16 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 def as_floats(record: Record) -> dict[str, Number]:
     """Convert a record to floats, arrays of float64, and histograms of these."""
-    return {name: _as_floats(number) for name, number in record.items()}
+    return {name: _as_floats(name, number) for name, number in record.items()}
 
 
-def _as_floats(number: Any) -> Number:
-    if isinstance(number, float):
+def _as_floats(name: str, number: Any) -> Number:
+    if type(number) is float:
         return number
     if isinstance(number, Histogram):
         return Histogram(*(np.asarray(a, np.float64) for a in (number.counts, number.edges)))
-    array = np.asarray(number, np.float64)
+    try:
+        array = np.asarray(number, np.float64)
+    except (TypeError, ValueError):
+        raise wrong_type(f"A record has numbers by name, but {name!r} is", number) from None
     return array if array.ndim else float(array)

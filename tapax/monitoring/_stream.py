@@ -187,7 +187,7 @@ class Stream(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if not _jax.trace_state_clean():
             return self._call((), args, kwargs)
-        self._channel.longest = 0
+        self._channel.begin()
         out = jax.block_until_ready(self._call((), args, kwargs))
         jax.effects_barrier()
         self._delivery.wait(_PATIENCE)
@@ -238,20 +238,32 @@ class _Channel:
         self.first, self.longest = first, 0
         self._reader, self._delivery, self._every = reader, delivery, every
         self._lock = threading.Lock()
+        self._calls = 0
+
+    def begin(self) -> None:
+        """Begin a call of the stream, whose records are not those of a call that failed before."""
+        self._calls += 1
+        self.longest = 0
 
     def receiver(self, *, length: int | None, reverse: bool) -> Receiver:
         """Make the receiver of a loop. `length` is None if it is unknown.
 
         The receiver of a reverse loop keeps the records until all of them have arrived.
         """
-        kept: list[tuple[int, Callable[[], Taps]]] = []
+        kept: dict[int, Callable[[], Taps]] = {}
+        calls = self._calls
         count = None if length is None else -(-length // self._every)
         last = None if count is None else (count - 1) * self._every
 
         def receive(number: int, unpack: Callable[[], Taps] | None) -> None:
+            nonlocal calls
             with self._lock:
+                if calls != self._calls or self.first + number in kept:
+                    # A call that failed has left records of a reverse loop.
+                    calls = self._calls
+                    kept.clear()
                 if unpack is not None:
-                    kept.append((self.first + number, unpack))
+                    kept[self.first + number] = unpack
                 if reverse:
                     # The order of arrival tells nothing: XLA may call the host for the iterations
                     # that run first after all others, because no result depends on the call.
@@ -259,7 +271,7 @@ class _Channel:
                 else:
                     is_over = unpack is None if length is None else number == last
                 if is_over or not reverse:
-                    self._deliver(sorted(kept, key=operator.itemgetter(0)))
+                    self._deliver(sorted(kept.items(), key=operator.itemgetter(0)))
                     kept.clear()
             if is_over:
                 self.longest = max(self.longest, number if length is None else length)

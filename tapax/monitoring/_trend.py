@@ -57,7 +57,8 @@ def _bar(x: float, low: float, high: float) -> str:
         return "!"
     if high <= low:
         return BARS[3]
-    return BARS[min(7, int(8 * ((x - low) / (high - low))))]
+    # Halves, because the difference of two large numbers may be infinite.
+    return BARS[min(7, int(8 * ((x / 2 - low / 2) / (high / 2 - low / 2))))]
 
 
 def log_table(

@@ -12,6 +12,7 @@ that have a method `alert`, and warns once for each rule and layer.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,7 +209,7 @@ def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
         >>> watched.alerts[0].message
         'step 0: the value of h has 50% dead units, zero in the whole batch.'
     """
-    number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+    number = isinstance(fraction, numbers.Real) and not isinstance(fraction, bool)
     if not number or not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be a number above 0 and at most 1, but is {fraction!r}.")
     return AlertRule((Limit("dead", "value", check(at, "at"), "dead", _DEAD, float(fraction)),))
@@ -253,6 +254,6 @@ def _make_limits(function: str, at: Selection, limits: dict[str, float]) -> Iter
                 f"`{function}` was given the limit {keyword!r}, but a limit is 'value_' or 'grad_' "
                 f"and one of {', '.join(_STATS)}; or 'grad_' and one of {', '.join(_PAIRED)}."
             )
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or math.isnan(limit):
+        if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
             raise TypeError(f"`{function}` was given {keyword}={limit!r}, but a limit is a number.")
         yield Limit(function, kind, at, stat, known[stat], float(limit))

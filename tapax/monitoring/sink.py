@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +24,7 @@ import numpy as np
 from tapax.monitoring._json_lines import jsonl
 from tapax.monitoring._part_folder import FORMATS, parquet, safetensors
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
+from tapax.monitoring._tags import tag_numbers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,7 @@ class table:
         from tapax.monitoring._trend import sites_table, summary
 
         self._step = step
-        for name, number in record.items():
+        for name, number in as_floats(record).items():
             numbers = self._history.setdefault(name, [])
             numbers.append(summary(number))
             if len(numbers) > 64:  # the trend shows the last 64 numbers
@@ -149,7 +149,7 @@ class tensorboard:
         return f"tensorboard({self._folder!r})"
 
     def __call__(self, step: int, record: Record) -> None:
-        for name, number in _tag_numbers(record).items():
+        for name, number in tag_numbers(record).items():
             if isinstance(number, Histogram):
                 self._histogram(name, number, step)
             elif isinstance(number, np.ndarray):
@@ -308,7 +308,7 @@ class mlflow:
     def __call__(self, step: int, record: Record) -> None:
         from tapax.monitoring._trend import summary
 
-        numbers = {name: summary(x) for name, x in _tag_numbers(record).items()}
+        numbers = {name: summary(x) for name, x in tag_numbers(record).items()}
         self._mlflow.log_metrics(numbers, step=step, run_id=self._run)
 
     def alert(self, event: AlertEvent) -> None:
@@ -334,14 +334,6 @@ def _close_edges(edges: np.ndarray) -> np.ndarray:
     if not np.isfinite(edges[0]):
         edges[0] = 2 * edges[1] - edges[2] if len(edges) > 2 else edges[1] - 1
     return edges
-
-
-def _tag_numbers(record: Record) -> dict[str, Number]:
-    """Rename the numbers for packages that reject brackets: `mlp[3,0]` becomes `mlp.3.0`."""
-    dots = str.maketrans({"[": ".", "]": None, ",": ".", ":": ".", "@": ".", "~": "."})
-    return {
-        re.sub(r"[^-/\w.]", "_", name.translate(dots)): x for name, x in as_floats(record).items()
-    }
 
 
 def _import_package(package: str, extra: str | None = None) -> Any:

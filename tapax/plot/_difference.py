@@ -76,6 +76,8 @@ def difference(difference: Difference) -> Figure:
 def _rows(found: Iterable[SiteDifference]) -> Iterator[tuple[str, tuple[float, bool]]]:
     """Yield each row with its error, and whether the error exceeds the tolerance."""
     for each in found:
+        if not each.ulps_by_iteration.size:  # a loop without iterations
+            yield each.name, (0.0, False)
         for place, ulps in np.ndenumerate(each.ulps_by_iteration):
             row = f"{each.name}[{','.join(map(str, place))}]" if place else each.name
             differs = bool(each.differs_by_iteration[place])

@@ -131,6 +131,8 @@ def pick_statistics(
         wanted = sorted(there, key=lambda stat: _ORDER.get(base_statistic(stat), 2))
     else:
         wanted = [stats] if isinstance(stats, str) else list(stats)
+        if not wanted:
+            raise ValueError("`stats` is empty. Leave it out to draw all statistics.")
         for stat in wanted:
             if stat not in there:
                 raise ValueError(
@@ -178,7 +180,7 @@ def _read(
 
 def _site(row: str) -> Site:
     """Make the site of a row of a log."""
-    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row)
+    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row, re.DOTALL)
     assert found is not None
     return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
 

@@ -27,6 +27,7 @@ class ByToken:
         texts: A text for each number, such as the likeliest token, in the shape of `numbers`.
 
     Raises:
+        TypeError: If the numbers are complex.
         ValueError: If the shapes do not match, or two sites have one name.
 
     Example:
@@ -45,6 +46,8 @@ class ByToken:
     texts: Any = None
 
     def __post_init__(self) -> None:
+        if np.iscomplexobj(self.numbers):
+            raise TypeError("ByToken takes real numbers. Take the magnitude of complex ones.")
         numbers = np.asarray(self.numbers, np.float32)
         if numbers.ndim == 2:
             numbers = numbers[:, None]

@@ -47,6 +47,9 @@ def add_site_table(sites: SiteTable, name: str, blobs: Blobs, sources: Sources) 
     subject = empty_subject("sites", name)
     subject["sites"] = make_site_columns(unique, sources)
     subject |= _make_flow_fields(flow_of(sites), unique)
+    if not unique:
+        text = "The program has no sites."
+        subject["messages"] = [{"level": "info", "text": text}]
     return cast(Subject, subject)
 
 
@@ -96,25 +99,29 @@ def add_taps(
     subject["statistics"] = add_statistics(blobs, found, len(numbers))
     subject["histograms"] = reader.add_histograms(blobs, numbers)
     subject["arrays"] = reader.add_arrays(blobs, numbers)
-    subject["tokens"] = _add_tokens(reader, blobs, numbers, tokens)
+    subject["tokens"], texts = _add_tokens(reader, blobs, numbers, tokens)
     if not reader.rows:
-        text = "The capture returned no values and no gradients."
-        subject["messages"] = [{"level": "info", "text": text}]
+        texts = ["The capture returned no values and no gradients."]
+    subject["messages"] = [{"level": "info", "text": text} for text in texts]
     return cast(Subject, subject)
 
 
 def _add_tokens(
     reader: _TapsReader, blobs: Blobs, numbers: Mapping[str, int], tokens: Tokens | None
-) -> list[TokenGrid]:
+) -> tuple[list[TokenGrid], list[str]]:
+    """Add the norms of tokens; return their grids, and sentences on what these leave out."""
     grids: list[TokenGrid] = []
+    texts: dict[str, None] = {}
     for of in ("value", "grad"):
         arrays = {
             row: array for (kind, row), array in reader.arrays.items() if kind == of and array.ndim
         }
-        grid = add_token_norms(of, arrays, numbers, blobs, tokens)
-        if grid is not None:
+        found = add_token_norms(of, arrays, numbers, blobs, tokens)
+        if found is not None:
+            grid, rest = found
             grids.append(grid)
-    return grids
+            texts |= {rest: None} if rest else {}
+    return grids, list(texts)
 
 
 class _TapsReader:

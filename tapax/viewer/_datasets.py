@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tapax._sites import Site
+from tapax._sites import Site, wrong_type
 from tapax.data._activations import Activations
 from tapax.viewer._blobs import Blobs
 from tapax.viewer._format import Context, DatasetColumn, Of, Subject, TopContexts, empty_subject
@@ -37,7 +37,7 @@ def add_dataset(
     decode: Decode | None = None,
 ) -> Subject:
     """Make the subject of a dataset; `decode` converts an integer of the column `token` to text."""
-    directions = _default_directions(dataset) if directions is None else directions
+    directions = _default_directions(dataset) if directions is None else _checked(directions)
     subject = empty_subject("activations", name)
     sites = [_make_row(dataset, site) for site in dataset.sites]
     subject["sites"] = make_site_columns(sites, sources)
@@ -53,10 +53,24 @@ def add_dataset(
         "sample": _sample(dataset, columns, decode),
         "tops": tops,
     }
+    texts: list[str] = []
+    if not dataset.is_complete:
+        texts.append(f"The dataset is not complete: {dataset.progress}.")
     if tops and len(dataset) > SEARCHED_ROWS:
-        text = f"The most active rows are those among the first {SEARCHED_ROWS:,}."
-        subject["messages"] = [{"level": "info", "text": text}]
+        texts.append(f"The most active rows are those among the first {SEARCHED_ROWS:,}.")
+    subject["messages"] = [{"level": "info", "text": text} for text in texts]
     return cast(Subject, subject)
+
+
+def _checked(directions: Any) -> Directions:
+    """Check that the argument `directions` maps labels to pairs of a site and a direction."""
+    what = "`directions` takes a dict from a label to (site, neuron) or (site, vector), but"
+    if not isinstance(directions, Mapping):
+        raise wrong_type(f"{what} is", directions)
+    for label, pair in directions.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise wrong_type(f"{what} for {label!r} is", pair)
+    return {str(label): pair for label, pair in directions.items()}
 
 
 def _make_row(dataset: Activations, name: str) -> SiteRow:
@@ -158,7 +172,9 @@ def _tokens_of(dataset: Activations, rows: int, decode: Decode | None) -> Callab
 
 def _examples_of(dataset: Activations, rows: int) -> np.ndarray:
     """Number the examples, and return the number of the example of each row."""
-    pairs = np.stack([np.asarray(dataset[name][:rows]) for name in ("batch", "example")])
+    # `beside` may have replaced a column by one with several numbers for each row.
+    names = [name for name in ("batch", "example") if dataset[name].ndim == 1]
+    pairs = np.array([np.asarray(dataset[name][:rows]) for name in names]).reshape(-1, rows)
     return np.cumsum(np.any(np.diff(pairs, prepend=pairs[:, :1]) != 0, axis=0))
 
 

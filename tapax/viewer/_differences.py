@@ -73,7 +73,7 @@ def _split_errors(each: SiteDifference) -> list[tuple[str, float]]:
     errors = each.ulps_by_iteration
     if each.reason:
         return [(_row_name(each), float("inf"))]
-    if not errors.ndim:
+    if not errors.ndim or not errors.size:
         return [(each.name, each.ulps)]
     return [
         (f"{each.name}[{','.join(map(str, place))}]", float(errors[place]))
@@ -82,8 +82,12 @@ def _split_errors(each: SiteDifference) -> list[tuple[str, float]]:
 
 
 def _row_name(each: SiteDifference) -> str:
-    """Name the row of the first iteration that differs, or of iteration 0 if all are equal."""
-    axes = 0 if each.reason else each.ulps_by_iteration.ndim
+    """Name the row of the first iteration that differs, or of iteration 0 if all are equal.
+
+    A loop without iterations has one row, as a site outside of loops has.
+    """
+    errors = each.ulps_by_iteration
+    axes = 0 if each.reason or not errors.size else errors.ndim
     place = each.iteration or (0,) * axes
     return f"{each.name}[{','.join(map(str, place))}]" if place else each.name
 

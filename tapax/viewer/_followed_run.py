@@ -111,6 +111,7 @@ class FollowedRun:
             found = [{"level": level, "text": text} for text in self._tail.messages]
             if not self._tail.is_at_end:
                 found.append({"level": "info", "text": "The log is still being read."})
+        found += self._columns.messages()
         if self._note is not None:
             found.append(self._note)
         if not found and not self.steps:

@@ -197,11 +197,12 @@ def view(
         in the browser.
 
     Raises:
-        TypeError: If `what` is empty, or contains something that the page cannot show.
+        TypeError: If `what` is empty, or contains something that the page cannot show; or if
+            `tokens`, `directions` or `decode` has another form, or applies to nothing in `what`.
         FileNotFoundError: If a path does not exist, or the page was not built into this
             installation.
         ValueError: If a path is not that of a log, of taps or of a dataset, or if a direction does
-            not fit its site.
+            not fit its site, or `tokens` no captured array.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, tapax

@@ -21,6 +21,7 @@ from tapax.viewer._format import (
     Column,
     Event,
     JsonNumber,
+    Message,
     Of,
     Statistic,
     Subject,
@@ -54,8 +55,13 @@ class RunColumns:
         self._row_sites: dict[tuple[Of, str], list[int]] = {}
         self._places: dict[str, tuple[tuple[Of, str], int]] = {}
         self._histograms: dict[tuple[Of, str, str], dict[int, Histogram]] = {}
+        self._edges: dict[tuple[Of, str, str], np.ndarray] = {}
+        self._has_other_edges = False
         self._layout: tuple[Sequence[str], list[_Group]] | None
         self._layout = None
+        # The names of each record at each step; steps of a run share equal sequences of names.
+        self._records: list[list[Sequence[str]]] = []
+        self._known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     @property
     def rows(self) -> int:
@@ -83,43 +89,72 @@ class RunColumns:
         at = bisect.bisect_left(self.steps, step)
         if at == len(self.steps):
             self.steps.append(step)
+            self._records.append([])
         elif self.steps[at] != step:
             self._insert(at, step)
         self._write(at, record)
+        self._records[at].append(self._names_of(record))
         return min(kept, at)
+
+    def _names_of(self, record: Record) -> Sequence[str]:
+        """Return the names of a record that was just written, as the object known before."""
+        if self._layout is not None:
+            return self._layout[0]
+        names = tuple(record)
+        return self._known_names.setdefault(names, names)
 
     def _replace_from(self, step: int, record: Record) -> int:
         """Drop the records from `step` on that share a name with `record`."""
         first = bisect.bisect_left(self.steps, step)
-        gone = [at for at in range(first, len(self.steps)) if self._shares_name(at, record)]
+        given, shared = frozenset(record), dict[int, bool]()
+
+        def is_kept(names: Sequence[str]) -> bool:
+            if id(names) not in shared:
+                shared[id(names)] = not names or not given.isdisjoint(names)
+            return not shared[id(names)]
+
+        gone: list[int] = []
+        for at in range(first, len(self.steps)):
+            records = self._records[at]
+            self._records[at] = [names for names in records if is_kept(names)]
+            if not self._records[at]:
+                gone.append(at)
+                continue
+            for names in records:
+                if not is_kept(names):
+                    self._clear(at, names)
         if gone:
-            remaining = np.delete(np.arange(len(self.steps)), gone)
-            for matrix in self._matrices.values():
-                matrix.resize(matrix.rows, len(self.steps))
-                numbers = matrix.numbers[:, remaining].copy()
-                matrix.resize(matrix.rows, len(remaining))
-                matrix.numbers[:] = numbers
-            dropped = {self.steps[at] for at in gone}
-            for by_step in self._histograms.values():
-                for each in dropped & by_step.keys():
-                    del by_step[each]
-            self.steps = [self.steps[at] for at in remaining]
+            self._drop(gone)
         return first
 
-    def _shares_name(self, at: int, record: Record) -> bool:
-        for name, number in record.items():
-            if isinstance(number, Histogram):
-                if self.steps[at] in self._histograms.get(self._key(name), {}):
-                    return True
-            elif name in self._places:
+    def _clear(self, at: int, names: Sequence[str]) -> None:
+        """Remove the numbers of one of several records of a step."""
+        for name in names:
+            self._histograms.get(self._key(name), {}).pop(self.steps[at], None)
+            if name in self._places:
                 key, row = self._places[name]
                 matrix = self._matrices[key]
-                if at < matrix.columns and matrix.numbers[row, at] != np.float32(MISSING):
-                    return True
-        return False
+                if at < matrix.columns:
+                    matrix.numbers[row, at] = MISSING
+
+    def _drop(self, gone: Sequence[int]) -> None:
+        """Remove whole steps."""
+        remaining = np.delete(np.arange(len(self.steps)), gone)
+        for matrix in self._matrices.values():
+            matrix.resize(matrix.rows, len(self.steps))
+            numbers = matrix.numbers[:, remaining].copy()
+            matrix.resize(matrix.rows, len(remaining))
+            matrix.numbers[:] = numbers
+        dropped = {self.steps[at] for at in gone}
+        for by_step in self._histograms.values():
+            for each in dropped & by_step.keys():
+                del by_step[each]
+        self.steps = [self.steps[at] for at in remaining]
+        self._records = [self._records[at] for at in remaining]
 
     def _insert(self, at: int, step: int) -> None:
         self.steps.insert(at, step)
+        self._records.insert(at, [])
         for matrix in self._matrices.values():
             matrix.resize(matrix.rows, len(self.steps))
             matrix.numbers[:, at + 1 :] = matrix.numbers[:, at:-1].copy()
@@ -130,12 +165,15 @@ class RunColumns:
         return cast(Of, of), stat, site
 
     def _write(self, at: int, record: Record) -> None:
-        names = record.names if isinstance(record, NumberRecord) else list(record)
+        is_parsed = isinstance(record, NumberRecord)
+        names = record.names if is_parsed else list(record)
         layout = self._layout
         if layout is not None and (names is layout[0] or names == layout[0]):
-            self._layout = names, layout[1]  # the next comparison is faster
-            self._write_columns(at, _as_array(record))
-            return
+            if is_parsed:
+                self._layout = names, layout[1]  # the next comparison is faster
+            if is_parsed or all(type(number) is float for number in record.values()):
+                self._write_columns(at, _as_array(record))
+                return
         self._layout = None
         for name, number in record.items():
             self._write_number(at, name, number)
@@ -167,6 +205,8 @@ class RunColumns:
         if merged is None:
             return
         if isinstance(merged, Histogram):
+            known = self._edges.setdefault((of, stat, site), merged.edges)
+            self._has_other_edges |= not np.array_equal(known, merged.edges)
             self._histograms.setdefault((of, stat, site), {})[self.steps[at]] = merged
             return
         key = of, stat
@@ -220,6 +260,16 @@ class RunColumns:
             )
         return entries
 
+    def messages(self) -> list[Message]:
+        """Return messages on what the page leaves out."""
+        if not self._has_other_edges:
+            return []
+        text = (
+            "The edges of some histograms change within the log. The page shows those with the "
+            "edges of the last step."
+        )
+        return [{"level": "warning", "text": text}]
+
     def events(self) -> list[Event]:
         """Return the alerts that fired, as events."""
         return [
@@ -271,6 +321,7 @@ def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subje
     if run.flow is not None:
         subject |= make_edges(run.flow, list(run.sites))
     subject["events"] = run.events()
+    subject["messages"] = run.messages()
     if not run.steps:
         text = "The log contains no records yet."
         subject["messages"] = [{"level": "info", "text": text}]

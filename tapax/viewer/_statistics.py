@@ -53,7 +53,12 @@ def count_bins(array: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     if not x.size:
         return None
     low, high = x.min(), x.max()
-    if low == high:
-        width = abs(low) * 1e-3 or 1.0
+    scale = 4.0 if max(-low, high) > 1e300 else 1.0  # the width of all bins must be finite
+    x, low, high = x / scale, low / scale, high / scale
+    room = BINS * np.spacing(max(-low, high))  # neighbouring edges must be two numbers
+    if high - low < room:
+        width = max(abs(low) * 1e-3, room) if low or high else 1.0
         low, high = low - width, high + width
-    return np.histogram(x, BINS, (low, high))
+    counts, edges = np.histogram(x, BINS, (low, high))
+    largest = np.finfo(np.float64).max / scale
+    return counts, np.clip(edges, -largest, largest) * scale

@@ -100,6 +100,7 @@ def make_subjects(
 ) -> Subjects:
     """Make the subject of each argument of `view`."""
     opened = [_open(each) for each in what]
+    _check_options([each for each, _ in opened], options)
     names = _name_all(opened)
     made = Subjects([], {})
     for number, ((each, _), name) in enumerate(zip(opened, names, strict=True)):
@@ -110,7 +111,56 @@ def make_subjects(
         else:
             _, add = _find_kind(each)
             made.subjects.append(add(each, PagePart(name, blobs, sources, options)))
+    if options.tokens is not None:
+        captures = (
+            s for (each, _), s in zip(opened, made.subjects, strict=True) if isinstance(each, Taps)
+        )
+        if not any("tokens" in grid for subject in captures for grid in subject["tokens"]):
+            raise _no_array_with_tokens(options.tokens, [each for each, _ in opened])
     return made
+
+
+def _check_options(what: Sequence[Any], options: Options) -> None:
+    """Raise if an argument of `view` applies to none of the subjects, or has a wrong form."""
+    for name, kind, noun in (
+        ("tokens", Taps, "taps"),
+        ("directions", Activations, "datasets"),
+        ("decode", Activations, "datasets"),
+    ):
+        if getattr(options, name) is not None and not any(isinstance(x, kind) for x in what):
+            raise TypeError(f"`{name}` is for views of {noun}, but tapax.view was given none.")
+    if options.decode is not None and not callable(options.decode):
+        raise wrong_type(
+            "`decode` takes a function from a token to its text, but is", options.decode
+        )
+    tokens = options.tokens
+    if tokens is not None and (
+        isinstance(tokens, str) or not len(tokens) or len(set(map(_length, tokens)) | {-1}) != 2
+    ):
+        raise ValueError(
+            "`tokens` takes a list of strings for each example, all of one length, but is "
+            f"{str(tokens)[:60]}."
+        )
+
+
+def _length(line: Any) -> int:
+    return len(line) if isinstance(line, Sequence) or hasattr(line, "__len__") else -1
+
+
+def _no_array_with_tokens(tokens: Tokens, what: Sequence[Any]) -> ValueError:
+    shapes = {
+        str(list(x.shape[:2]))
+        for taps in what
+        if isinstance(taps, Taps)
+        for x in (*taps.values.values(), *taps.grads.values())
+        if x.ndim == 3
+    }
+    there = f"they begin with {', '.join(sorted(shapes))}" if shapes else "none has three axes"
+    return ValueError(
+        f"`tokens` has {len(tokens)} examples of {len(tokens[0])} tokens, but no captured array is "
+        f"[examples, positions, width] with these sizes: {there}. Give a list of strings for each "
+        "example."
+    )
 
 
 def _open(what: Any) -> tuple[Any, str]:

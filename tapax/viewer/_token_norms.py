@@ -21,11 +21,12 @@ def add_token_norms(
     numbers: Mapping[str, int],
     blobs: Blobs,
     tokens: Sequence[Sequence[str]] | None,
-) -> TokenGrid | None:
+) -> tuple[TokenGrid, str] | None:
     """Add the norms of the arrays [examples, positions, width] of the most common shape.
 
     If `tokens` is given, its shape decides instead. An array [positions, width] counts as one
-    example. Return None if no array has such a shape.
+    example. Return the grid, and a sentence on what it leaves out or an empty string; or None if no
+    array has such a shape.
     """
     shapes = {row: array.shape[:2] for row, array in arrays.items() if array.ndim == 3}
     shapes |= {row: (1, len(array)) for row, array in arrays.items() if array.ndim == 2}
@@ -58,4 +59,16 @@ def add_token_norms(
     }
     if tokens is not None:
         grid["tokens"] = [list(map(str, line[:positions])) for line in tokens[:examples]]
-    return grid
+    return grid, _describe_rest(shape)
+
+
+def _describe_rest(shape: tuple[int, int]) -> str:
+    """Say how many examples and positions are beyond the limits of the page."""
+    parts = [
+        f"{most:,} of {count:,} {what}"
+        for count, most, what in zip(
+            shape, (EXAMPLES, POSITIONS), ("examples", "positions"), strict=True
+        )
+        if count > most
+    ]
+    return f"The view of tokens shows the first {' and the first '.join(parts)}." if parts else ""

@@ -96,10 +96,63 @@ def test_an_array_of_text_is_refused(tmp_path):
         tapax.harvest(lambda batch: same(batch["x"]), [batch], to=tmp_path)
 
 
+def test_a_function_is_traced_as_often_for_many_batches_of_two_shapes_as_for_few(tmp_path):
+    def count_traces(batches, name):
+        traced = []
+
+        def fn(x):
+            traced.append(x.shape)
+            return tapax.sow(2 * x, "h")
+
+        acts = tapax.harvest(fn, batches, to=tmp_path / name)
+        np.testing.assert_array_equal(acts["h"], 2 * np.concatenate(batches))
+        return len(traced)
+
+    pair = [np.ones((3, 4), np.float32), np.full((5, 4), 2, np.float32)]
+    assert count_traces(pair, "few") == count_traces(pair * 6, "many")
+
+
+def test_batches_of_a_memory_map_are_read_one_by_one(tmp_path):
+    numbers = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
+    np.save(tmp_path / "batches.npy", numbers)
+    mapped = np.load(tmp_path / "batches.npy", mmap_mode="r")
+    acts = tapax.harvest(same, mapped, to=tmp_path / "acts", units=2)
+    np.testing.assert_array_equal(acts["h"], numbers.reshape(12, 2))
+    assert acts.progress == "2 of 2 units"
+
+
+class Source:
+    """A source as Grain has them: not a sequence of Python, but with `len` and `[]`."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return np.full((2, 3), number, np.float32)
+
+
+def test_a_source_with_len_and_items_is_resumable(tmp_path):
+    options = {"to": tmp_path, "units": 4}
+    part = tapax.harvest(same, Source(), **options, worker=(1, 2), take_over=False)
+    assert part["h"][:, 0].tolist() == [1, 1, 3, 3]
+    acts = tapax.harvest(same, Source(), **options)
+    assert acts["h"][:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and acts.is_complete
+
+
 def test_labels_of_examples_are_not_tokens(tmp_path):
     batch = {"x": np.ones((2, 4), np.float32), "label": np.array([3, 1])}
     acts = tapax.harvest(lambda b: same(b["x"]), [batch], to=tmp_path, rows="examples")
     assert acts.columns == ["batch", "example"]
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "labels", "targets", "token_type_ids"])
+def test_other_integers_of_each_position_are_not_tokens(tmp_path, name):
+    ids = np.arange(6, dtype=np.int32).reshape(2, 3)
+    batch = {"x": np.ones((2, 3, 4), np.float32), name: ids + 40}
+    one = tapax.harvest(lambda b: same(b["x"]), [batch], to=tmp_path / "one")
+    assert one.columns == ["batch", "example", "position"]
+    both = tapax.harvest(lambda b: same(b["x"]), [{**batch, "words": ids}], to=tmp_path / "both")
+    np.testing.assert_array_equal(both["token"], ids.ravel())
 
 
 @pytest.mark.parametrize(

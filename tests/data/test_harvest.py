@@ -113,6 +113,13 @@ def test_a_batch_without_rows_adds_none(tmp_path):
     assert np.isfinite(acts.stats["net/hidden"].mean).all()
 
 
+def test_a_batch_without_rows_adds_none_under_a_mask(tmp_path):
+    batches = [BATCHES[0], BATCHES[0][:0], BATCHES[1]]
+    acts = harvest(tmp_path, batches=batches, keep=lambda batch: batch > 3)
+    tokens = np.concatenate([batch.ravel() for batch in batches])
+    equal(acts["token"], tokens[tokens > 3])
+
+
 def test_beside_adds_columns_and_repeats_those_of_examples(tmp_path):
     acts = harvest(
         tmp_path,
@@ -294,6 +301,7 @@ def test_a_harvest_under_a_transformation_is_refused(tmp_path):
         ({"values": "net/hiden"}, "'net/hidden'"),
         ({"values": "nothing/*"}, "values='nothing/*' picks nothing: tracing the function reached"),
         ({"values": None}, "The harvest has no sites"),
+        ({"grads": "**"}, "grads='**' selects no gradient: the function takes none itself"),
         ({"values": ["net/embed", "net/score"]}, "'net/score' of [2]"),
         ({"values": "net/score", "rows": (0, 3)}, "`rows` is (0, 3)"),
         ({"rows": "words"}, "`rows` must be 'tokens', 'examples'"),

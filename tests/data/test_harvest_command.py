@@ -31,6 +31,16 @@ def unknown():
     return {**make(), "values": "net/hiden"}
 
 
+def homeless():
+    arguments = make()
+    del arguments["to"]
+    return arguments
+
+
+def misspelt():
+    return {**make(), "shard_byte": 9}
+
+
 def nothing():
     return None
 
@@ -69,6 +79,11 @@ def test_one_worker_is_enough_to_complete_the_dataset(script, tmp_path, capsys):
         (["other.py:make"], "There is no script 'other.py'."),
         (["script.py:number"], "The script 'script.py' has no function 'number'."),
         (["script.py:nothing"], "should return a dict with the arguments of tapax.harvest"),
+        (
+            ["script.py:homeless"],
+            "'homeless' should return the arguments of tapax.harvest: missing",
+        ),
+        (["script.py:misspelt"], "unexpected keyword argument 'shard_byte'"),
         (["script.py:make", "--worker", "3"], "--worker takes I/N"),
         (["script.py:make", "--worker", "3/3"], "counted from 0, not '3/3'"),
     ],
@@ -93,3 +108,9 @@ def test_errors_of_a_harvest_are_one_sentence(script, capsys, name, message):
     with pytest.raises(SystemExit, match="2"):
         main(["harvest", f"script.py:{name}"])
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(script, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["harvest", script, "--to", "file"]) == 1
+    assert "The dataset 'file' cannot be written" in capsys.readouterr().err

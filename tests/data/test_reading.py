@@ -164,6 +164,30 @@ def test_the_remainder_is_dropped_if_asked(acts):
     assert [len(b["token"]) for b in acts.batches(30, drop_remainder=True)] == [30, 30]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 30, "start": 4}, "`start` is 4, but the dataset has 3 batches of 30 rows"),
+        ({"size": 30, "start": 3, "drop_remainder": True}, "`start` is 3, but .* 2 batches"),
+        ({"size": 66, "drop_remainder": True}, "the dataset has 65 rows, and a batch 66"),
+    ],
+)
+def test_batches_that_would_all_be_missing_are_refused(acts, options, message):
+    with pytest.raises(ValueError, match=message):
+        acts.batches(**options)
+
+
+def test_a_reader_that_stopped_at_the_end_continues_with_nothing(acts):
+    assert list(acts.batches(30, start=3)) == []
+
+
+def test_comparisons_are_masks_of_rows(acts):
+    mask = acts["token"] == 3
+    np.testing.assert_array_equal(mask, TOKENS == 3)
+    np.testing.assert_array_equal(acts["net/hidden"][mask], ROWS[TOKENS == 3])
+    np.testing.assert_array_equal(acts["token"] != acts["position"], acts["position"][:] != TOKENS)
+
+
 def test_batches_are_divided_over_a_mesh(acts, mesh):
     batches = list(acts.batches(16, seed=0, mesh=mesh, drop_remainder=True))
     assert len(batches) == 4
@@ -200,6 +224,15 @@ def test_integers_that_jax_would_cut_off_raise(tmp_path):
     with pytest.raises(OverflowError, match="'hash' has integers that need 64 bits"):
         next(big.batches(4))
     assert next(big.batches(4, sites="net/*"))["net/embed"].shape == (4, 4)
+
+
+def test_numbers_that_jax_would_make_infinite_raise(tmp_path):
+    wide = harvest(tmp_path, beside=lambda b: {"p": np.where(b > 3, 1e300, np.inf)})
+    if jnp.asarray(np.float64(0)).dtype == np.float64:
+        assert jnp.isfinite(next(wide.batches(65))["p"]).any()
+        return
+    with pytest.raises(OverflowError, match="'p' has numbers that need 64 bits"):
+        next(wide.batches(65))
 
 
 def test_a_reader_that_is_dropped_leaves_no_threads(acts):
@@ -263,6 +296,21 @@ def test_exports_hold_every_row(tmp_path, suffix, dtype):
     with pytest.raises(ValueError, match=r"exported to .parquet, .arrow, .lance"):
         acts.export(tmp_path / "acts.csv")
     assert sorted(os.listdir(tmp_path)) == ["acts", f"acts.{suffix}"]
+
+
+def test_exports_that_cannot_be_written_say_why(tmp_path):
+    pytest.importorskip("pyarrow")
+
+    def fn(x):
+        return tapax.sow(x, "h"), tapax.sow(x[:, :0], "empty")
+
+    acts = tapax.harvest(fn, [np.ones((2, 3), np.float32)], to=tmp_path / "acts")
+    with pytest.raises(ValueError, match=r"The rows of 'empty' have the shape \[0\]"):
+        acts.export(tmp_path / "acts.parquet")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"The dataset cannot be exported to .*Choose a path"):
+        acts.export(tmp_path / "file" / "acts.parquet", sites="h")
+    acts.export(tmp_path / "acts.parquet", sites="h")
 
 
 def damage(path, place, byte=None):
@@ -465,6 +513,16 @@ def test_an_index_that_does_not_fit_is_refused(single_rows, rows):
         json.dump({"units": len(rows), "rows": rows}, file)
     with pytest.raises(ValueError, match="was altered"):
         tapax.open(single_rows.path)
+
+
+def test_a_sharding_with_more_axes_than_a_column_is_refused(acts, mesh):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", None))
+    with pytest.raises(
+        ValueError, match=r"cannot be divided over the devices: '(batch|example|p|t)"
+    ):
+        acts.batches(4, sharding=sharding, drop_remainder=True)
+    found = next(acts.batches(4, sharding=sharding, sites="net/embed", drop_remainder=True))
+    assert found["net/embed"].shape == (4, 4)
 
 
 def test_batches_divided_along_the_width(acts):

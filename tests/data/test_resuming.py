@@ -112,6 +112,18 @@ def test_an_interrupt_leaves_whole_units_alone(tmp_path, whole):
     assert read_files(tmp_path) == whole
 
 
+def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, whole, monkeypatch):
+    harvest(tmp_path, worker=(1, 2), take_over=False)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (2**32, 2**32))  # in the year 2106
+    ticks = iter(range(10**9, 0, -1))
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(f"tapax.data._meter.time.{name}", lambda: float(next(ticks)))
+    acts = harvest(tmp_path, worker=(0, 2))
+    monkeypatch.undo()
+    assert acts.is_complete and read_files(tmp_path) == whole
+
+
 def test_a_harvest_that_is_done_reads_one_batch(tmp_path, whole):
     harvest(tmp_path)
     batches = FailingBatches(BATCHES, ())

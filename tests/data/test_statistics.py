@@ -31,6 +31,13 @@ def test_norms_of_huge_numbers_in_64_bits(tmp_path):
     np.testing.assert_allclose(found.mean, [1.5e200, 2e200])
 
 
+def test_a_sum_of_norms_too_large_for_64_bits_is_infinite(tmp_path):
+    with jax.enable_x64(True):
+        found = harvested(jnp.full((4, 8), 1.7e308), tmp_path)
+    assert found.norm == np.inf and (found.largest, found.rows) == (1.7e308, 4)
+    assert tapax.open(tmp_path).verify().is_whole
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_overflows_are_those_of_the_conversion(tmp_path, dtype):
     largest = float(jnp.finfo(dtype).max)

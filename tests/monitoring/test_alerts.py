@@ -248,6 +248,21 @@ def test_an_error_of_the_device_does_not_stop_the_training(monkeypatch):
     m.close()
 
 
+def test_limits_may_be_scalars_of_numpy():
+    rules = [alert.above("h", value_rms=np.float32(1.5)), alert.dead(np.float32(0.5))]
+    assert [type(limit.limit) for rule in rules for limit in rule.limits] == [float, float]
+    assert [limit.limit for rule in rules for limit in rule.limits] == [1.5, 0.5]
+    with pytest.raises(TypeError, match="but a limit is a number"):
+        alert.above("h", value_rms=np.float32(np.nan))
+
+
+def test_a_step_without_gradients_warns():
+    m = monitor(lambda x: tapax.sow(2 * x, "h"), values=None)
+    with pytest.warns(UserWarning, match="records nothing: no gradient reaches a site"):
+        m(1.0)
+    m.close()
+
+
 def test_a_step_without_sites_warns():
     m = monitor(lambda x: 2 * x)
     with pytest.warns(UserWarning, match="records nothing: the step has no sites") as caught:

@@ -51,6 +51,14 @@ def test_histograms_have_a_column_for_each_bin():
     assert len(pd.concat([frame, log.to_pandas()])) == 4
 
 
+def test_bins_that_change_are_refused():
+    log = tapax.Log()
+    for step, end in enumerate((2.0, 20.0)):
+        log(step, {"h": tapax.Histogram(np.array([step, 3.0]), np.array([0.0, 1.0, end]))})
+    with pytest.raises(ValueError, match="The edges of 'h' change at step 1"):
+        log.to_pandas()
+
+
 def test_two_records_of_one_step_are_one_row():
     log = tapax.Log()
     for name in ("a", "b"):

@@ -5,12 +5,14 @@ import math
 import re
 import struct
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tapax import open as open_log
 from tapax import sink
-from tapax.monitoring._log import Log
+from tapax._results.flow import Flow, FlowSite
+from tapax.monitoring._log import Log, flow_of_log
 from tapax.monitoring._records import AlertEvent, Histogram
 
 pytestmark = pytest.mark.once
@@ -45,6 +47,25 @@ def assert_same(found, expected):
                 ((x.counts, y.counts), (x.edges, y.edges)) if isinstance(x, Histogram) else [(x, y)]
             ):
                 np.testing.assert_array_equal(one, other)
+
+
+def test_numbers_of_any_type_are_floats_in_a_log():
+    log = Log()
+    log(0, {"loss": np.float32(0.5), "late": jnp.bfloat16(2), "count": 3, "ok": True})
+    log(1, {"loss": jnp.float32(0.25), "units": jnp.arange(3)})
+    (_, first), (_, second) = log
+    assert all(type(x) is float for x in first.values()) and type(second["loss"]) is float
+    assert log["loss"].values.tolist() == [0.5, 0.25]
+    assert second["units"].tolist() == [0, 1, 2] and "2 records" in repr(log)
+    with pytest.raises(TypeError, match="A record has numbers by name, but 'loss' is 'low'"):
+        log(2, {"loss": "low"})
+
+
+def test_numbers_of_all_magnitudes_have_a_trend():
+    log = Log()
+    for step, x in enumerate((-1.7e308, 0.0, 1.7e308)):
+        log(step, {"x": x})
+    assert "▁" in repr(log) and "█" in repr(log)
 
 
 FORMATS = ["jsonl", "parquet", "safetensors"]
@@ -128,6 +149,16 @@ def test_every_record_is_on_disk_at_once(kind, path):
     for step in range(5):
         write(step, {"a": float(step)})
         assert open_log(path)["a"].values.tolist() == [float(i) for i in range(step + 1)]
+
+
+def test_the_flow_of_a_program_is_written_with_its_first_record(kind, tmp_path):
+    write = getattr(sink, kind)(tmp_path / f"run.{kind}")
+    flows = [Flow((FlowSite(name, (2,), "float32"),), ()) for name in "ab"]
+    for step, (flow, units) in enumerate(zip(flows, (2, 3), strict=True)):
+        write._write_flow(flow)
+        write(step, {"units": np.zeros(units)})  # another shape needs another part in safetensors
+    log = open_log(tmp_path / f"run.{kind}")
+    assert flow_of_log(log) == flows[1] and len(log) == 2
 
 
 def test_a_log_is_continued(kind, path):

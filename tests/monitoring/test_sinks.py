@@ -5,6 +5,7 @@ import importlib.util
 import io
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -24,6 +25,7 @@ from tapax import sink
 from tapax.monitoring._delivery import Delivery, Report
 from tapax.monitoring._log import Log
 from tapax.monitoring._records import AlertEvent, Histogram
+from tapax.monitoring._tags import tag_numbers
 
 pytestmark = pytest.mark.once
 
@@ -179,6 +181,22 @@ def test_weights_and_biases_is_given_numbers_and_histograms(monkeypatch):
         assert found["Net/h/value_histogram"][1][1].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert found["Net/h/value_zeros"][0].tolist() == [0.0, 1.0]
     assert alerts == [{"title": "Net/h", "text": EVENT.message}] * 2
+
+
+def test_the_table_shows_numbers_of_any_type():
+    out = io.StringIO()
+    show = sink.table(Console(file=out))
+    show(0, {"loss": np.float32(0.5), "count": 3, "units": np.arange(4)})
+    show.close()
+    assert all(text in out.getvalue() for text in ("0.5", "3", "1.5"))
+
+
+def test_every_number_of_a_record_has_a_tag():
+    names = ["h[1]", "h@1", "h.1", "h@1[1]", "h[1,1]", "h@1~1", "h@11", "a b", "a_b", "rnn:0"]
+    record = {f"{name}/value_rms": float(i) for i, name in enumerate(names)}
+    found = tag_numbers(record)
+    assert list(found.values()) == list(record.values())
+    assert all(re.fullmatch(r"[-/\w.]+", tag) for tag in found)
 
 
 def test_mlflow_is_given_numbers_from_another_thread(monkeypatch):

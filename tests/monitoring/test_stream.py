@@ -405,6 +405,36 @@ def test_stream_that_nobody_keeps_delivers_all_records():
     assert len(log) == 5
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_reverse_loop_that_failed_leaves_no_records_to_the_next_call(inside):
+    fails = True
+
+    def check(x):
+        if fails and x > 6:
+            raise RuntimeError("this call fails")
+        return np.float32(0)
+
+    @jax.jit
+    def fn(x):
+        def body(c, _):
+            c = tapax.sow(c + 1, "h")
+            return c + jax.pure_callback(check, jax.ShapeDtypeStruct((), jnp.float32), c), None
+
+        return jax.lax.scan(body, x, jnp.arange(8), reverse=True)[0]
+
+    log = tapax.Log()
+    with tapax.stream(fn, {"h": tapax.reduce.mean}, None, every=2, to=log) as streamed:
+        call = jax.jit(lambda x: streamed(x)) if inside else streamed
+        with pytest.raises(Exception, match="this call fails"):
+            jax.block_until_ready(call(jnp.float32(0)))
+        fails = False
+        jax.block_until_ready(call(jnp.float32(100)))
+        jax.effects_barrier()
+    assert [(step, record["h/value_mean"]) for step, record in log] == [
+        (step, 108.0 - step) for step in (0, 2, 4, 6)
+    ]
+
+
 def test_error_in_the_function_leaves_the_stream_usable():
     log = tapax.Log()
     streamed = tapax.stream(train, every=5, to=log)

@@ -451,6 +451,26 @@ def test_history_reads_a_path_and_selects(tmp_path):
     assert [l.get_label() for l in axes.lines] == ["Net/1/mlp", "Net/2/mlp"]
 
 
+def test_no_statistics_are_refused():
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(1.0)
+    log = tapax.Log()
+    log(0, {"h/value_rms": 1.0})
+    for draw, what in (
+        (tapax.plot.taps, taps),
+        (tapax.plot.roles, taps),
+        (tapax.plot.history, log),
+    ):
+        with pytest.raises(ValueError, match=r"`stats` is empty\. Leave it out"):
+            draw(what, stats=[])
+
+
+def test_names_with_line_breaks_are_drawn():
+    log = tapax.Log()
+    log(0, {"loss\nof\ntest": 1.0})
+    (panel,) = tapax.plot.history(log).axes
+    assert panel.lines[0].get_ydata().tolist() == [1.0]
+
+
 def test_iterations_in_a_log_are_selected_by_their_site_or_alone():
     log = Log()
     log(0, {f"net/mlp@1[{i}]/value_rms": 1.0 + i for i in range(3)} | {"net/x/value_rms": 1.0})

@@ -72,6 +72,14 @@ def test_arrays_that_cannot_be_compared_are_at_the_edge():
     assert names == {"Inf", "zero"}
 
 
+def test_a_loop_without_iterations_has_a_row():
+    found = {"h": np.zeros((0, 2), np.float32)}
+    fn = lambda x: jax.lax.scan(lambda c, i: (tapax.sow(c + i, "h"), None), x, jnp.arange(0.0))[0]
+    taps = tapax.capture(fn, grads=None)(jnp.ones(2))[1]
+    figure = plot.difference(tapax.diff(taps, found))
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["h"]
+
+
 def test_a_plot_of_something_else_raises():
     with pytest.raises(TypeError, match=r"takes the result of tapax\.diff, but was given 3"):
         plot.difference(3)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tapax
@@ -59,6 +60,13 @@ def test_tables_can_be_printed_while_tracing():
         return out
 
     f(X)
+
+
+def test_sites_are_found_by_any_integer():
+    sites = tapax.sites(lambda x: tapax.sow(tapax.sow(x, "a"), "b"))(1.0)
+    assert sites[np.int64(1)] is sites[1] is sites[-1] is sites["b"]
+    with pytest.raises(TypeError, match="integer"):
+        sites[None]
 
 
 def test_taps_are_a_pytree():

@@ -12,6 +12,7 @@ from tapax.viewer._blobs import Blobs, quantise, summarise
 from tapax.viewer._format import MISSING
 from tapax.viewer._page import make_page
 from tapax.viewer._runs import RunColumns
+from tapax.viewer._statistics import count_bins
 
 
 def inflate(blob):
@@ -127,6 +128,82 @@ def test_a_resumed_run_replaces_steps_as_its_log_does():
     assert run.steps == list(wanted)
     for row, name in zip(numbers, ("a/value_rms", "b/value_rms"), strict=True):
         assert row.tolist() == [wanted[step].get(name, MISSING) for step in run.steps]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_with_several_records_of_a_step_are_those_of_a_log(seed):
+    random = np.random.default_rng(seed)
+    log, run = tapax.Log(), RunColumns()
+    groups = [["a/value_rms", "b/value_rms"], ["eval"], ["loss", "b/grad_rms"], ["a/value_rms"], []]
+    for _ in range(30):
+        names, step = groups[random.integers(len(groups))], int(random.integers(8))
+        record = {name: float(random.integers(1, 99)) for name in names}
+        log._add(step, record)
+        run.append(step, record)
+    wanted = {}
+    for step, record in log:
+        wanted.setdefault(step, {}).update(record)
+    assert run.steps == list(wanted)
+    found = {step: {} for step in wanted}
+    for name, (key, row) in run._places.items():
+        matrix = run._matrices[key]
+        matrix.resize(matrix.rows, len(run.steps))
+        for step, number in zip(run.steps, matrix.numbers[row].tolist(), strict=True):
+            if number != MISSING:
+                found[step][name] = number
+    assert found == wanted
+
+
+def test_a_number_that_becomes_an_array_is_its_mean():
+    log = tapax.Log()
+    for step, x in enumerate((0.5, np.array([1.0, 2.0]), 4.0)):
+        log(step, {"a": x})
+    assert read_statistic(make_page(log), "", "")["a"].tolist() == [0.5, 1.5, 4.0]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[1.0, np.nextafter(1, 2)], [-1.7e308, 1.7e308], [2.0**53, 2.0**53 + 2], [0, 5e-324], [0, 0]],
+)
+def test_histograms_of_all_ranges_count_every_element(numbers):
+    counts, edges = count_bins(np.array(numbers))
+    assert counts.sum() == 2 and len(edges) == len(counts) + 1
+    assert np.isfinite(edges).all() and (np.diff(edges) > 0).all()
+    assert edges[0] <= min(numbers) and max(numbers) <= edges[-1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "messages"),
+    [
+        ((16, 1024, 1), []),
+        ((20, 3, 2), ["The view of tokens shows the first 16 of 20 examples."]),
+        (
+            (17, 1025, 1),
+            [
+                "The view of tokens shows the first 16 of 17 examples and the first 1,024 of 1,025 "
+                "positions."
+            ],
+        ),
+    ],
+)
+def test_tokens_beyond_the_limits_of_the_page_are_counted(shape, messages):
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"), grads=None)(np.ones(shape, np.float32))
+    (subject,) = make_page(taps).header["subjects"]
+    (grid,) = subject["tokens"]
+    assert (grid["examples"], grid["positions"]) == (min(shape[0], 16), min(shape[1], 1024))
+    assert [each["text"] for each in subject["messages"]] == messages
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_histograms_with_other_edges_are_left_out_with_a_message(tmp_path, is_on_disk):
+    log = tapax.sink.jsonl(tmp_path / "run.jsonl") if is_on_disk else tapax.Log()
+    for step, edges in enumerate(([0.0, 1, 2], [0.0, 1, 2], [0.0, 10, 20])):
+        log(step, {"h/value_histogram": tapax.Histogram(np.ones(2), np.array(edges))})
+        header = make_page(log.path if is_on_disk else log).header
+        messages = [each["text"] for each in header["subjects"][0]["messages"]]
+        assert messages == [] if step < 2 else "edges of some histograms change" in messages[0]
+    (histogram,) = header["subjects"][0]["histograms"]
+    assert histogram["counts"]["shape"] == [1, 2]
 
 
 def test_records_with_the_same_names_are_written_as_one_column():

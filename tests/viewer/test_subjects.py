@@ -90,6 +90,17 @@ def test_a_difference_in_a_scan_has_the_error_of_every_iteration():
     np.testing.assert_array_equal(errors, difference.values["h"].ulps_by_iteration)
 
 
+def test_a_difference_in_a_loop_without_iterations_has_a_row():
+    def fn(x):
+        return jax.lax.scan(lambda c, i: (tapax.sow(c + i, "h"), None), x, jnp.arange(0.0))[0]
+
+    taps = tapax.capture(fn, grads=None)(1.0)[1]
+    header, _ = read(tapax.diff(taps, taps))
+    (subject,) = header["subjects"]
+    assert subject["sites"]["name"] == ["h"]
+    assert [each["differs"] for each in subject["difference"]["entries"]] == [False]
+
+
 def test_residuals_are_sites_with_their_bytes_and_lines():
     def loss(w):
         return jnp.sum(jnp.sin(jnp.exp(w)) ** 2)
@@ -139,6 +150,11 @@ def test_numbers_by_token_of_shapes_that_do_not_fit_are_refused(numbers, sites, 
     with pytest.raises(ValueError) as error:
         ByToken(numbers, sites, **more)
     assert text in str(error.value)
+
+
+def test_complex_numbers_by_token_are_refused():
+    with pytest.raises(TypeError, match="ByToken takes real numbers"):
+        ByToken(np.ones((2, 3)) * 1j, ["a", "b"])
 
 
 WIDTH, LENGTH = 6, 25
@@ -197,6 +213,87 @@ def test_a_dataset_without_directions_shows_the_neuron_that_varies_most(acts):
 def test_a_direction_that_does_not_fit_its_site_is_refused(acts, direction):
     with pytest.raises(ValueError, match="a neuron below 6, or a vector of 6 numbers"):
         read(acts, directions={"bad": ("h", direction)})
+
+
+@pytest.mark.parametrize(
+    ("directions", "text"),
+    [
+        ([("h", 0)], "takes a dict from a label"),
+        ({"x": ("h", 0, 1)}, "but for 'x' is ('h', 0, 1)"),
+        ({"x": "h"}, "but for 'x' is 'h'"),
+    ],
+)
+def test_directions_of_another_form_are_refused(acts, directions, text):
+    with pytest.raises(TypeError) as error:
+        read(acts, directions=directions)
+    assert text in str(error.value)
+
+
+TOKENS = [["a", "b", "c"], ["d", "e", "f"]]
+
+
+@pytest.fixture(scope="module")
+def tokens_taps():
+    return tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones((2, 3, 4)))[1]
+
+
+def test_tokens_of_one_of_several_captures_are_enough(tokens_taps):
+    other = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))[1]
+    header, _ = read(other, tokens_taps, tokens=TOKENS)
+    assert header["subjects"][1]["tokens"][0]["tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["a", "b", "c"], "3 examples of 1 tokens, but no captured array is"),
+        ([["a", "b"]], "these sizes: they begin with [2, 3]"),
+        ([], "takes a list of strings for each example"),
+        ([["a", "b", "c"], ["d"]], "all of one length, but is [['a'"),
+        ([1, 2], "takes a list of strings for each example"),
+        ("abc", "takes a list of strings for each example"),
+    ],
+)
+def test_tokens_that_would_not_be_shown_are_refused(tokens_taps, tokens, text):
+    with pytest.raises(ValueError) as error:
+        read(tokens_taps, tokens=tokens)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tokens": TOKENS}, {"directions": {"x": ("h", 0)}}, {"decode": str}]
+)
+def test_options_that_apply_to_no_subject_are_refused(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"`{name}` is for views of .*was given none"):
+        read(tapax.Log(), **options)
+
+
+def test_contexts_of_a_dataset_with_a_wide_column_for_examples(tmp_path):
+    acts = tapax.harvest(
+        lambda x: tapax.sow(x, "h"),
+        [np.float32([[1, 2], [3, 4], [5, 6]])] * 2,
+        to=tmp_path,
+        beside=lambda batch: {"example": np.ones((3, 2), np.int32)},
+    )
+    header, _ = read(acts, directions={"x": ("h", 1)})
+    first = header["subjects"][0]["dataset"]["tops"][0]["contexts"][0]
+    assert (first["row"], first["activations"]) == (2, [2.0, 4.0, 6.0])  # within its batch
+
+
+def test_a_dataset_that_is_not_complete_says_so(tmp_path):
+    batches = [np.ones((2, 3), np.float32)] * 4
+    given = {"to": tmp_path, "units": 4, "worker": (0, 2), "take_over": False}
+    part = tapax.harvest(lambda x: tapax.sow(x, "h"), batches, **given)
+    (message,) = read(part)[0]["subjects"][0]["messages"]
+    assert message["text"] == "The dataset is not complete: 2 of 4 units."
+
+
+def test_a_program_without_sites_says_so():
+    with pytest.warns(UserWarning, match="has no sites"):
+        sites = tapax.sites(lambda x: x)(1.0)
+    (message,) = read(sites)[0]["subjects"][0]["messages"]
+    assert message["text"] == "The program has no sites."
 
 
 def test_several_subjects_of_one_kind_are_told_apart(acts):

@@ -1,5 +1,9 @@
 """Every view of the page draws the captured or logged numbers, in a real browser."""
 
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -256,3 +260,53 @@ def test_two_captures_are_compared_by_their_first_difference(chromium, captured,
     assert [row["site"] for row in tab.drawn["rows"] if row["differs"]] == ["GPT/blocks/1/mlp"]
     tab.check_quiet()
     tab.close()
+
+
+def test_captures_without_a_common_number_are_not_called_equal(chromium, tmp_path):
+    captured = [
+        tapax.capture(lambda x: tapax.sow(2 * x, name))(np.ones(3, np.float32))[1]  # noqa: B023
+        for name in ("a", "b")
+    ]
+    tapax.view(*captured).save(tmp_path / "two.html")
+    tab = chromium.open(tmp_path / "two.html", "#view=compare")
+    tab.wait("drawn && drawn.rows")
+    assert tab.drawn["rows"] == []
+    said = tab.evaluate("root.querySelector('.summary').textContent")
+    assert said.startswith("No site that the filter picks has this number in both")
+    assert "1 site only in capture a, 1 only in capture b" in said
+    tab.check_quiet()
+    tab.close()
+
+
+def test_a_difference_in_a_scan_names_each_iteration_once(chromium, tmp_path):
+    def fn(x, wrong):
+        def body(carry, i):
+            return carry, tapax.sow(carry * (1 + i) + wrong * (i == 2), "h")
+
+        return jax.lax.scan(body, x, jnp.arange(4.0))[1].sum()
+
+    captured = tapax.capture(fn, grads=None)
+    difference = tapax.diff(captured(1.0, 0.0)[1], captured(1.0, 0.5)[1])
+    tapax.view(difference).save(tmp_path / "difference.html")
+    tab = chromium.open(tmp_path / "difference.html")
+    tab.wait("drawn && drawn.entries")
+    assert tab.evaluate("root.querySelector('.summary button').textContent") == "h[2]"
+    assert tab.evaluate("root.querySelector('td.site-name').textContent") == "h[2]"
+    tab.check_quiet()
+    tab.close()
+
+
+def test_a_message_that_was_dismissed_hides_no_other(run_tab):
+    texts = "[...root.querySelectorAll('.message > span')].map((each) => each.textContent)"
+
+    def show(*messages):
+        found = [{"level": "warning", "text": text} for text in messages]
+        run_tab.evaluate(f"page.subject().data.messages = {json.dumps(found)}")
+        run_tab.evaluate("page.update()")
+        return run_tab.evaluate(texts)
+
+    assert show("The log is still being read.") == ["The log is still being read."]
+    run_tab.click(".message .close")
+    assert run_tab.evaluate(texts) == []
+    assert show("The log is still being read.", "A line was left out.") == ["A line was left out."]
+    show()

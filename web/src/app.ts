@@ -65,7 +65,7 @@ export class App implements PageContext {
   private selection: { key: string; sites: Site[] } | null = null;
   private readonly scales = new Map<string, Scale>();
   private errors: string[] = [];
-  private dismissed = false;
+  private readonly dismissed = new Set<string>();
   private readonly isGuest: boolean;
 
   constructor(element: HTMLElement, address: { hash: string } | null) {
@@ -345,7 +345,7 @@ export class App implements PageContext {
   }
 
   private showMessages(): void {
-    const found = this.dismissed ? [] : this.subject().data.messages;
+    const found = this.subject().data.messages.filter(({ text }) => !this.dismissed.has(text));
     const entries = [
       ...found.map(({ level, text }) => [level, text] as const),
       ...this.errors.slice(-2).map((text) => ["error", text] as const),
@@ -363,7 +363,7 @@ export class App implements PageContext {
               class: "close",
               "aria-label": "Dismiss",
               onclick: () => {
-                this.dismissed = true;
+                found.forEach(({ text }) => this.dismissed.add(text));
                 this.errors = [];
                 this.showMessages();
               },

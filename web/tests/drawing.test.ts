@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { isGeometric, powerOfTwo, shareOf } from "../src/draw/bins";
+import { isGeometric, mergeEdges, powerOfTwo, shareOf } from "../src/draw/bins";
 import { colourAt, inkOn, paletteOf } from "../src/draw/colour";
 import { formatBytes, formatNumber, formatType, shorten } from "../src/draw/format";
 import { aggregate } from "../src/draw/heatmap";
@@ -114,6 +114,11 @@ test("bins of powers of two are told from others, and named by their exponents",
   assert.equal(isGeometric(Float64Array.of(-Infinity, -2, 0, 0.25, 2, Infinity)), true);
   assert.equal(isGeometric(Float64Array.of(0, 1, 2, 3)), false);
   assert.deepEqual([0.25, -8, 0].map(powerOfTwo), ["2⁻²", "−2³", "0"]);
+});
+
+test("the edges of several lines are merged in order", () => {
+  const lines = [Float64Array.of(-Infinity, -2, 0, 16), Float64Array.of(-0.5, 0, 2, Infinity)];
+  assert.deepEqual([...mergeEdges(lines.map((edges) => ({ edges })))], [-Infinity, -2, -0.5, 0, 2, 16, Infinity]);
 });
 
 test("the share of a bin is that of the elements of its own line", () => {

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { compareSites } from "../src/model/comparison";
+import { compareSites, describeComparison } from "../src/model/comparison";
 import { boxWidth, layOutIndented } from "../src/model/graph_layout";
 import { layOutLayers } from "../src/model/layer_grid";
 import { keepNearest, visibleEdges } from "../src/model/module_edges";
@@ -204,6 +204,21 @@ test("sites are compared within a tolerance, and one that is not finite in one o
       [5, false],
     ],
   );
+});
+
+test("a comparison of no sites does not call them equal", () => {
+  const compare = (b: number) =>
+    describeComparison(
+      compareSites(
+        SITES,
+        () => 1,
+        () => b,
+        0.01,
+      ),
+    );
+  assert.equal(compare(MISSING), "No site that the filter picks has this number in both");
+  assert.equal(compare(1), "All 7 sites are equal within the tolerance");
+  assert.equal(compare(2), "7 of 7 sites differ");
 });
 
 test("the state survives a round trip through the address", () => {

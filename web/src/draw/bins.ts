@@ -33,3 +33,8 @@ export function isGeometric(edges: Float64Array): boolean {
   const finite = [...edges].filter((edge) => Number.isFinite(edge) && edge !== 0);
   return finite.length > 2 && finite.every((edge) => Math.abs(Math.log2(Math.abs(edge)) % 1) < 1e-9);
 }
+
+/** The edges of all lines, in order, each once. */
+export function mergeEdges(lines: { edges: Float64Array }[]): Float64Array {
+  return Float64Array.from(new Set(lines.flatMap(({ edges }) => [...edges]))).sort();
+}

@@ -1,4 +1,5 @@
 /** Two columns of numbers by site, compared: two runs, or two steps of one. */
+import { formatCount } from "../draw/format";
 import { MISSING } from "../payload/types";
 import type { LoadedStatistic, Site, SubjectModel } from "./subject";
 
@@ -44,4 +45,13 @@ export function compareSites(
     made.push({ site, a, b, change: Math.log2(Math.abs(b) / Math.abs(a)), differs: !same });
   }
   return made;
+}
+
+/** The result of a comparison in one sentence; sites without numbers in both were not compared. */
+export function describeComparison(compared: ComparedSite[]): string {
+  if (!compared.length) return "No site that the filter picks has this number in both";
+  const differing = compared.filter((each) => each.differs).length;
+  return differing
+    ? `${formatCount(differing)} of ${formatCount(compared.length)} sites differ`
+    : `All ${formatCount(compared.length)} sites are equal within the tolerance`;
 }

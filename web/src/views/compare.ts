@@ -2,7 +2,7 @@
 import { colourAt, css, paletteOf } from "../draw/colour";
 import { formatCount, formatNumber, shorten } from "../draw/format";
 import { makeScale } from "../draw/scale";
-import { compareSites, type ComparedSite, numberAt } from "../model/comparison";
+import { compareSites, type ComparedSite, describeComparison, numberAt } from "../model/comparison";
 import type { DifferenceEntry, SiteDifference } from "../payload/types";
 import { emptyState, segmented, select } from "../ui/controls";
 import { clear, el } from "../ui/dom";
@@ -16,6 +16,10 @@ const TOLERANCES = [
   { value: "0.01", label: "1 %" },
   { value: "0.1", label: "10 %" },
 ];
+
+function countSites(count: number): string {
+  return `${formatCount(count)} ${count === 1 ? "site" : "sites"}`;
+}
 
 class Compare implements ViewInstance {
   private readonly toolbar = new Toolbar();
@@ -78,13 +82,15 @@ class Compare implements ViewInstance {
       this.tolerance(),
     );
     const onlyA = context.filtered().filter((site) => !b.site(site.name)).length;
+    const skipped = context.filtered().length - onlyA - compared.length;
     const onlyB = b.sites.filter((site) => !a.site(site.name)).length;
     this.showTable(
       compared,
       a.data.name,
       b.data.name,
       [
-        onlyA ? `${formatCount(onlyA)} sites only in ${a.data.name}` : "",
+        skipped ? `${countSites(skipped)} without this number in both` : "",
+        onlyA ? `${countSites(onlyA)} only in ${a.data.name}` : "",
         onlyB ? `${formatCount(onlyB)} only in ${b.data.name}` : "",
       ]
         .filter(Boolean)
@@ -136,7 +142,9 @@ class Compare implements ViewInstance {
       (site) => numberAt(subject, statistic, site, to),
       this.tolerance(),
     );
-    this.showTable(compared, `step ${formatCount(steps[from]!)}`, `step ${formatCount(steps[to]!)}`, "");
+    const skipped = context.filtered().length - compared.length;
+    const remark = skipped ? `${countSites(skipped)} without this number at both` : "";
+    this.showTable(compared, `step ${formatCount(steps[from]!)}`, `step ${formatCount(steps[to]!)}`, remark);
   }
 
   private tolerance(): number {
@@ -164,14 +172,11 @@ class Compare implements ViewInstance {
         (value) => context.store.set({ more: { order: value } }),
       ),
     );
-    const differing = compared.filter((each) => each.differs).length;
     this.summary.replaceChildren(
       el(
         "strong",
         {},
-        first
-          ? `${formatCount(differing)} of ${formatCount(compared.length)} sites differ`
-          : `All ${formatCount(compared.length)} sites are equal within the tolerance`,
+        describeComparison(compared),
       ),
       first
         ? el(
@@ -257,8 +262,8 @@ class Compare implements ViewInstance {
   private showDifference(difference: DifferenceEntry): void {
     const { context } = this;
     const { sites } = context.subject();
-    const name = (entry: SiteDifference) =>
-      `${sites[entry.site]!.name}${entry.iteration.length ? `[${entry.iteration.join(",")}]` : ""}`;
+    // The name of a site in a loop has its iteration already.
+    const name = (entry: SiteDifference) => sites[entry.site]!.name;
     const link = (label: string, at: number | null) => {
       if (at === null) return el("div", {}, `${label}: none differs`);
       const entry = difference.entries[at]!;
@@ -319,6 +324,9 @@ class Compare implements ViewInstance {
         ),
         el("tbody", {}, ...rows),
       ),
+      entries.length > SHOWN
+        ? el("p", { class: "hint padded" }, `and ${formatCount(entries.length - SHOWN)} more; filter by site.`)
+        : "",
     );
   }
 }

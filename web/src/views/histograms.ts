@@ -1,6 +1,6 @@
 /** Histograms of the selected site: ridgelines over time or a heat map; of a capture, one outline for each site. */
 import { colourAt, css, LINES, paletteOf } from "../draw/colour";
-import { clamp, isGeometric, powerOfTwo, shareOf, signedLog2 } from "../draw/bins";
+import { clamp, isGeometric, mergeEdges, powerOfTwo, shareOf, signedLog2 } from "../draw/bins";
 import { formatCount, shorten } from "../draw/format";
 import { drawPixels, paint } from "../draw/heatmap";
 import { legend } from "../draw/legend";
@@ -219,7 +219,7 @@ class Histograms implements ViewInstance {
   ): { place(x: number, line: number): number; ticks: number[]; label: string; isLog: boolean } {
     const isLog = panel.lines.every(({ edges }) => isGeometric(edges));
     if (isLog) {
-      const edges = panel.lines[0]!.edges;
+      const edges = mergeEdges(panel.lines);
       const bins = edges.length - 1;
       const exponents = Array.from(edges, (edge) => signedLog2(edge));
       const stride = Math.max(1, Math.ceil(bins / 8));
