@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -124,13 +124,13 @@ class Equinox(PatchedAdapter):
         wrappers = [cls for cls in subclasses(eqx.Module) if not _is_users(cls)]
         for cls, name, wrap in methods(self, eqx.Module, skip=wrappers):
             # The default of a field is an attribute of the class, which may be a function.
-            if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
+            if name not in _fields(cls) and cls is not eqx.nn.Shared:
                 yield cls, name, functools.partial(_around, wrap)
         yield _ATTENTION, "dot_product_attention_weights", marks_result
         yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
         others = [cls for cls in subclasses(eqx.Module) if not is_machinery(cls)]
         for cls, name, wrap in methods(self, eqx.Module, skip=others, call=_run_machinery):
-            if name not in cls.__dataclass_fields__:
+            if name not in _fields(cls):
                 yield cls, name, functools.partial(_around, wrap)
         for loops in (bounded, checkpointed, loop):
             yield loops, "common_rewrite", _guarded_loop
@@ -182,6 +182,11 @@ def _around(wrap: Function, original: Function) -> Any:
     method = wrap(original)
     method.__wrapped__ = _innermost(original)
     return method
+
+
+def _fields(cls: type) -> Container[str]:
+    """Return the names of the fields of a module, or of a mixin, which has none."""
+    return getattr(cls, "__dataclass_fields__", ())
 
 
 def _has_call(cls: type) -> bool:
