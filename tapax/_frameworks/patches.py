@@ -186,7 +186,12 @@ def _method(
             return bound(*args, **kwargs)
         return call(MethodCall(adapter, self, name, bound, args, kwargs))
 
+    setattr(method, _ORIGINAL, original)
     return functools.update_wrapper(method, original)
+
+
+_ORIGINAL = "_tapax_original"
+"""The attribute of a patched method with the method before the patch."""
 
 
 def current(fn: Function) -> Any:
@@ -196,9 +201,15 @@ def current(fn: Function) -> Any:
         return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
     if not inspect.ismethod(fn):
         return fn
-    now: Any = getattr(type(fn.__self__), fn.__name__, None)
-    same = callable(now) and inspect.unwrap(now) is inspect.unwrap(fn.__func__)
-    return now.__get__(fn.__self__) if same else fn
+    cls, wanted = type(fn.__self__), _unpatched(fn.__func__)
+    # A method may have another name than its function, by a decorator or an assignment.
+    names = dict.fromkeys([fn.__name__, *(name for c in cls.__mro__ for name in vars(c))])
+    found = (inspect.getattr_static(cls, name, None) for name in names)
+    return next((now.__get__(fn.__self__) for now in found if _unpatched(now) is wanted), fn)
+
+
+def _unpatched(method: Any) -> Any:
+    return getattr(method, _ORIGINAL, method)
 
 
 def is_first(owner: type, name: str, cls: type) -> bool:
