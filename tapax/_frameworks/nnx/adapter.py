@@ -44,6 +44,7 @@ class NNX(PatchedAdapter):
     package = "flax"
     base = nnx.Module
     recurrent_type = nnx.Module
+    container_types = (nnx.Pytree,)
     attention_types = (nnx.MultiHeadAttention,)
     attention_function = "flax.nnx.dot_product_attention"
 
