@@ -16,14 +16,18 @@ from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 
 from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import MethodCall, called
 from tapax._frameworks.module_paths import scope_of_named
 from tapax._frameworks.patches import is_first
-from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
+from tapax._frameworks.recurrent_cells import (
+    RecurrentCell,
+    call_with_inputs,
+    check_inputs,
+    find_input_shape,
+)
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import join
@@ -81,7 +85,8 @@ class Haiku(Adapter):
         """Describe a core; the transformed function has its parameters, so there are none here."""
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
-        batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None
+        shape = find_input_shape(inputs)
+        batch = shape[0] if len(shape) > ndim else None
         core: Any = module
         initial = core.initial_state(batch)
         # The first call creates the parameters, which must not happen under a trace.

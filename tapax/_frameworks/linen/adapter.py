@@ -22,7 +22,6 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import attention
@@ -41,6 +40,7 @@ from tapax._frameworks.recurrent_cells import (
     HiddenError,
     RecurrentCell,
     check_inputs,
+    find_input_shape,
     pair_paths,
     refuse_loop,
 )
@@ -126,7 +126,7 @@ class Linen(Adapter):
 
         if state is not None or not isinstance(module, nn.RNNCellBase):
             return RecurrentCell(step, variables, state)
-        carry = unbound.initialize_carry(jax.random.key(0), jnp.shape(inputs[0]))
+        carry = unbound.initialize_carry(jax.random.key(0), find_input_shape(inputs))
         return RecurrentCell(step, variables, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
