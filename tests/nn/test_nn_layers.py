@@ -367,6 +367,8 @@ def general(*args, **options):
     [
         ((5, (2, 3)), {}, (7, 5), "bta,ahd->bthd", "a,hd"),
         (((2, 3), 5), {"axis": (-2, -1)}, (7, 2, 3), "bthd,hda->bta", "hd,a"),
+        (((2, 3), 5), {"axis": (-1, -2)}, (7, 2, 3), "bthd,hda->bta", "hd,a"),  # Flax sorts them
+        (((3, 3), 5), {"axis": (-1, -2)}, (7, 3, 3), "bthd,hda->bta", "hd,a"),
         (((2, 3), (4, 5)), {"axis": (1, -1)}, (2, 7, 3), "bhtd,hdxy->btxy", "hd,xy"),
         ((5, 4), {"use_bias": False}, (5,), "ba,ac->bc", "a,c"),
         ((2, 4), {"axis": 1}, (2, 7), "bat,ac->btc", "a,c"),
