@@ -130,10 +130,21 @@ def methods(
     """
     skipped = frozenset(skip)
     found = [cls for cls in subclasses(base) if cls not in skipped]
-    for cls in (*found, *_mixins(found, base)):
+    for cls, name in _method_names((*found, *_mixins(found, base))):
+        yield cls, name, functools.partial(_method, adapter, base, cls, name, call)
+
+
+def mixin_methods(base: type, wrap: Callable[[type, str, Any], Any]) -> Replacements:
+    """Yield replacements for the methods that subclasses of `base` inherit from mixins."""
+    for cls, name in _method_names(_mixins(subclasses(base), base)):
+        yield cls, name, functools.partial(wrap, cls, name)
+
+
+def _method_names(classes: Iterable[type]) -> Iterator[tuple[type, str]]:
+    for cls in classes:
         for name, value in list(cls.__dict__.items()):
             if is_method(name, value):
-                yield cls, name, functools.partial(_method, adapter, base, cls, name, call)
+                yield cls, name
 
 
 def _mixins(classes: Iterable[type], base: type) -> Iterator[type]:

@@ -1,13 +1,16 @@
 """Methods that a module inherits from a mixin, a class that is no module, are sites."""
 
+import functools
+
 import brainstate
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import tapax
 from tests.oracles.closeness import assert_close
@@ -79,6 +82,46 @@ def make_keras():
     net = Net()
     net(X)
     return net
+
+
+class HaikuNet(Doubling, hk.Module):
+    def __init__(self):
+        super().__init__(name="Net")
+        self.dense = hk.Linear(3, name="dense")
+
+
+def linen_apply(lift):
+    class Net(Doubling, linen.Module):
+        def setup(self):
+            self.dense = linen.Dense(3)
+
+    model = lift(Net)()
+    return functools.partial(model.apply, model.init(jax.random.key(0), X))
+
+
+def haiku_apply():
+    model = hk.without_apply_rng(hk.transform(lambda x: HaikuNet()(x)))
+    return functools.partial(model.apply, model.init(jax.random.key(0), X))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: linen_apply(lambda cls: cls),
+        lambda: linen_apply(linen.remat),
+        lambda: linen_apply(linen.jit),
+        haiku_apply,
+    ],
+    ids=["linen", "linen, remat", "linen, jit", "haiku"],
+)
+def test_methods_that_the_framework_does_not_intercept_are_sites(make):
+    fn = make()
+    out, taps = tapax.capture(fn)(X)
+    assert_close(out, fn(X))
+    assert list(taps.values) == ["Net/dense", "Net.encode", "Net.double", "Net"]
+    assert_close(taps.values["Net"], out)
+    assert_close(taps.values["Net.double"] + 1, out)
+    assert_close(tapax.edit(fn, values={"Net.encode": 0.0})(X), np.ones_like(out))
 
 
 def run(model, x):
