@@ -424,6 +424,20 @@ def test_einsum_of_the_call():
     close(run(x, "nta,ab->ntb"), by_member(dense, parts(layer), x))
 
 
+@pytest.mark.parametrize("equation", ["ntba,abc->ntc", "ntab,bac->ntc", "ntab,abc->nct"])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 4, 5)])
+def test_einsum_of_the_call_with_another_order_of_axes(equation, sizes):
+    """An equation may move the axes of the result, but not exchange those of the factors."""
+    base = nnx.Einsum("ntab,abc->ntc", sizes, rngs=nnx.Rngs(0))
+    layer = nn.BatchEnsembleEinsum(base, rngs=0, num_members=E)
+    x = normal(E * B, 7, *sizes[:2])
+    if equation == "ntab,abc->nct":
+        close(layer(x, equation), np.swapaxes(layer(x), 1, 2))
+        return
+    with pytest.raises(ValueError, match="with other axes of the kernel, or another order"):
+        layer(x, equation)
+
+
 def embed(size=10, **options):
     base = nnx.Embed(size, 4, rngs=nnx.Rngs(0), **options)
     return nn.BatchEnsembleEmbed(base, rngs=nnx.Rngs(1), num_members=E)
