@@ -103,6 +103,7 @@ def _call(call: MethodCall) -> Any:
     adapter, module = call.adapter, call.module
     if _is_graph(module):
         return call.run(*call.args, **call.kwargs)
+    variables.note_layer(module)
     call = dataclasses.replace(call, method=_site_method(call.method))
     with within(adapter, module, scope_of_named(adapter, module)):
         given = call.args, call.kwargs
