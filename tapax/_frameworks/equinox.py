@@ -39,7 +39,7 @@ from tapax._frameworks.module_calls import (
     mark_result,
     within,
 )
-from tapax._frameworks.module_paths import find, running_modules
+from tapax._frameworks.module_paths import adopt_part, find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._jax import Args, Function, Kwargs, PyTree
@@ -237,9 +237,13 @@ def _shared(adapter: Equinox, original: Function) -> Any:
     @functools.wraps(original)
     def call(self: Any, /) -> Any:
         out = original(self)
-        scope = find(adapter, self) if active_policy() is not None and running_modules() else None
+        if active_policy() is None:
+            return out
+        scope = find(adapter, self) if running_modules() else None
         if scope is not None:
             running_modules()[-1 - scope.up].adopt(out, join(scope, "pytree"))
+        elif not running_modules():
+            adopt_part(adapter, self, out, "pytree")
         return out
 
     return call
