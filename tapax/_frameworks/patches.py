@@ -209,14 +209,30 @@ def current(fn: Function) -> Any:
     """Return a bound method as it would be bound now, since its class may have been patched."""
     if isinstance(fn, functools.partial):
         func = current(fn.func)
+        if fn.args and func is fn.func:  # `nnx.jit` binds a method by a partial
+            func = _find_attribute(type(fn.args[0]), func) or func
         return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
     if not inspect.ismethod(fn):
         return fn
-    cls, wanted = type(fn.__self__), _unpatched(fn.__func__)
-    # A method may have another name than its function, by a decorator or an assignment.
-    names = dict.fromkeys([fn.__name__, *(name for c in cls.__mro__ for name in vars(c))])
-    found = (inspect.getattr_static(cls, name, None) for name in names)
-    return next((now.__get__(fn.__self__) for now in found if _unpatched(now) is wanted), fn)
+    now = _find_attribute(type(fn.__self__), fn.__func__)
+    return fn if now is None else now.__get__(fn.__self__)
+
+
+def _find_attribute(cls: type, method: Any) -> Any:
+    """Find the attribute of a class that is a method, perhaps patched; None if there is none.
+
+    The attribute may have another name than the function, by a decorator or an assignment.
+    """
+    wanted, first = _unpatched(method), getattr(method, "__name__", "")
+    found = {
+        name: value
+        for c in reversed(cls.__mro__)
+        for name, value in vars(c).items()
+        if callable(value)
+        and _unpatched(value) is wanted
+        and inspect.getattr_static(cls, name) is value
+    }
+    return found.get(first, next(iter(found.values()), None))
 
 
 def _unpatched(method: Any) -> Any:

@@ -154,3 +154,18 @@ def test_a_function_bound_to_an_nnx_module_is_run():
     out, taps = tapax.capture(bound)(X)
     assert_close(out, bound(X))
     assert list(taps.values) == ["NNXNet/layer"]
+
+
+def test_a_bound_method_under_nnx_jit_is_a_site():
+    class Sub(NNXBase):
+        encode = nnx.jit(lambda self, x: 100 * self.layer(x))
+        scaled = nnx.jit(NNXBase.encode)
+
+    model = Sub()
+    for name in ("encode", "scaled"):
+        bound = getattr(model, name)
+        out, taps = tapax.capture(bound)(X)
+        assert_close(out, bound(X))
+        assert_close(taps.values[f"Sub.{name}"], out)
+    partial = functools.partial(NNXBase.encode, model)
+    assert_close(tapax.capture(partial)(X)[0], partial(X))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import brainstate
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,20 @@ class EquinoxNet(eqx.Module):
         return self.pair.down(jnp.tanh(self.pair.up(x)))
 
 
+class BrainstatePair(brainstate.graph.Node):
+    def __init__(self, up, down):
+        self.up, self.down = up, down
+
+
+class BrainstateNet(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = BrainstatePair(*(brainstate.nn.Linear(3, 3) for _ in range(2)))
+
+    def update(self, x):
+        return self.pair.down(jnp.tanh(self.pair.up(x)))
+
+
 def make_equinox():
     return EquinoxNet(Pair(*(eqx.nn.Linear(3, 3, key=jax.random.key(i)) for i in range(2))))
 
@@ -52,6 +67,7 @@ MAKERS = {
     "nnx, dataclass": lambda: NNXNet(Pair),
     "nnx, object": lambda: NNXNet(PairObject),
     "equinox": make_equinox,
+    "brainstate": BrainstateNet,
 }
 
 
@@ -61,7 +77,8 @@ def test_modules_in_containers_of_attributes_have_paths(name):
     root = type(model).__name__
     paths = [f"{root}/pair/up", f"{root}/pair/down"]
     assert {*dict(tapax.modules(model))} == {root, *paths}
-    for fn in (lambda model, x: model(x), jax.jit(lambda model, x: model(x))):
+    plain = lambda model, x: model(x)
+    for fn in (plain,) if name == "brainstate" else (plain, jax.jit(plain)):
         out, taps = tapax.capture(fn)(model, X)
         assert list(taps.values) == [*paths, root]
         assert_close(taps.values[paths[0]], model.pair.up(X))

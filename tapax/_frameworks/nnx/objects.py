@@ -305,9 +305,8 @@ class Objects:
         def make(bindings: ObjectBindings) -> Any:
             made = fn(bindings) if fn else value.func
             positional = args(bindings) if args else value.args
-            return functools.partial(
-                made, *positional, **(kwargs(bindings) if kwargs else value.keywords)
-            )
+            keywords = kwargs(bindings) if kwargs else value.keywords
+            return current(functools.partial(made, *positional, **keywords))
 
         return make
 
