@@ -107,7 +107,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
     call = TransformedFunction(fn, _SuffixTransform(_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
-    def after(value: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def after(value: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         return call(as_array(value, f"The value of {site!r}"), args, kwargs)
 
     return after

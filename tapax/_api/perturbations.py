@@ -123,7 +123,7 @@ def perturbed(
     )
 
     @functools.wraps(fn, updated=())
-    def added(perturbations: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def added(perturbations: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(perturbations, Mapping):
             raise TypeError(
                 "The first argument of a perturbed function must be a dict of perturbations by the "

@@ -119,11 +119,12 @@ def _weights(
     logits = logits if allowed is None else jnp.where(allowed, logits, jnp.asarray(lowest, dtype))
     weights = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(key.dtype)
     lengths = masks.get("query_seq_lengths")
-    if lengths is None:
-        return weights
-    # The results for padding queries are zero.
-    here = jnp.arange(logits.shape[-2]) < jnp.asarray(lengths)[:, None]
-    return weights * here[:, None, :, None].astype(weights.dtype)
+    if lengths is not None:
+        # The results for padding queries are zero.
+        here = jnp.arange(logits.shape[-2]) < jnp.asarray(lengths)[:, None]
+        weights = weights * here[:, None, :, None].astype(weights.dtype)
+    # Masks and lengths have an axis of examples even if the queries have none.
+    return weights.reshape(weights.shape[-query.ndim :])
 
 
 def _allowed(

@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -39,7 +39,7 @@ from tapax._frameworks.module_calls import (
     mark_result,
     within,
 )
-from tapax._frameworks.module_paths import find, running_modules
+from tapax._frameworks.module_paths import adopt_part, find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._jax import Args, Function, Kwargs, PyTree
@@ -124,13 +124,13 @@ class Equinox(PatchedAdapter):
         wrappers = [cls for cls in subclasses(eqx.Module) if not _is_users(cls)]
         for cls, name, wrap in methods(self, eqx.Module, skip=wrappers):
             # The default of a field is an attribute of the class, which may be a function.
-            if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
+            if name not in _fields(cls) and cls is not eqx.nn.Shared:
                 yield cls, name, functools.partial(_around, wrap)
         yield _ATTENTION, "dot_product_attention_weights", marks_result
         yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
         others = [cls for cls in subclasses(eqx.Module) if not is_machinery(cls)]
         for cls, name, wrap in methods(self, eqx.Module, skip=others, call=_run_machinery):
-            if name not in cls.__dataclass_fields__:
+            if name not in _fields(cls):
                 yield cls, name, functools.partial(_around, wrap)
         for loops in (bounded, checkpointed, loop):
             yield loops, "common_rewrite", _guarded_loop
@@ -184,6 +184,11 @@ def _around(wrap: Function, original: Function) -> Any:
     return method
 
 
+def _fields(cls: type) -> Container[str]:
+    """Return the names of the fields of a module, or of a mixin, which has none."""
+    return getattr(cls, "__dataclass_fields__", ())
+
+
 def _has_call(cls: type) -> bool:
     return any("__call__" in base.__dict__ for base in cls.__mro__)
 
@@ -232,9 +237,13 @@ def _shared(adapter: Equinox, original: Function) -> Any:
     @functools.wraps(original)
     def call(self: Any, /) -> Any:
         out = original(self)
-        scope = find(adapter, self) if active_policy() is not None and running_modules() else None
+        if active_policy() is None:
+            return out
+        scope = find(adapter, self) if running_modules() else None
         if scope is not None:
             running_modules()[-1 - scope.up].adopt(out, join(scope, "pytree"))
+        elif not running_modules():
+            adopt_part(adapter, self, out, "pytree")
         return out
 
     return call

@@ -10,21 +10,27 @@ running when it was made.
 """
 
 import contextlib
+import functools
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 
 from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import MethodCall, called
 from tapax._frameworks.module_paths import scope_of_named
-from tapax._frameworks.patches import is_first
-from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
-from tapax._jax import Args, Kwargs, PyTree
+from tapax._frameworks.patches import Patch, is_first, mixin_methods
+from tapax._frameworks.recurrent_cells import (
+    RecurrentCell,
+    call_with_inputs,
+    check_inputs,
+    find_input_shape,
+)
+from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import join
 
@@ -48,6 +54,7 @@ class Haiku(Adapter):
 
     def __init__(self) -> None:
         self._calls = _HaikuCalls()
+        self._patch = Patch(lambda: mixin_methods(hk.Module, self._of_mixin))
 
     def is_module(self, value: PyTree) -> bool:
         return isinstance(value, hk.Module)
@@ -71,6 +78,7 @@ class Haiku(Adapter):
             with contextlib.ExitStack() as stack:
                 if calls.captures == 1:
                     stack.enter_context(hk.intercept_methods(self._intercept))
+                    stack.enter_context(self._patch())
                 yield
         finally:
             calls.captures -= 1
@@ -81,7 +89,8 @@ class Haiku(Adapter):
         """Describe a core; the transformed function has its parameters, so there are none here."""
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
-        batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None
+        shape = find_input_shape(inputs)
+        batch = shape[0] if len(shape) > ndim else None
         core: Any = module
         initial = core.initial_state(batch)
         # The first call creates the parameters, which must not happen under a trace.
@@ -112,6 +121,19 @@ class Haiku(Adapter):
             return called(MethodCall(self, module, method, run, args, kwargs), scope)
         finally:
             stack.pop()
+
+    def _of_mixin(self, owner: type, name: str, original: Function) -> Any:
+        """Wrap a method of a mixin, which Haiku does not intercept."""
+
+        @functools.wraps(original)
+        def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(original, module)
+            if not self.is_module(module):
+                return run(*args, **kwargs)
+            context: Any = types.SimpleNamespace(module=module, method_name=name, orig_class=owner)
+            return self._intercept(run, args, kwargs, context)
+
+        return method
 
     def _path(self, module: Module) -> str:
         """Return the name of a module, from the outermost transformed function."""

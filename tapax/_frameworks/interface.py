@@ -35,6 +35,8 @@ class Adapter:
     """The top-level package of the framework, whose files are not the user's."""
     recurrent_type: type | tuple[()] = ()
     """The class of modules that may be recurrent."""
+    container_types: tuple[type, ...] = ()
+    """The classes of objects of the framework that are no modules and may contain some."""
 
     attention_types: tuple[type, ...] = ()
     """The classes of attention layers that take an attention function."""

@@ -114,17 +114,18 @@ def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
     mark = _marker(call.adapter, call.module, call.method, "input")
     if mark is None:
         return call.args, call.kwargs
-    given = {**{str(i): x for i, x in enumerate(call.args)}, **call.kwargs}
+    # A keyword may be "0", too.
+    given: dict[int | str, Any] = {**dict(enumerate(call.args)), **call.kwargs}
     arrays = [name for name, x in given.items() if _has_array(call.adapter, x)]
 
-    def marked(name: str) -> Any:
+    def marked(name: int | str) -> Any:
         # A single argument needs no name.
-        key = () if len(arrays) == 1 else (jax.tree_util.DictKey(name),)
+        key = () if len(arrays) == 1 else (jax.tree_util.DictKey(str(name)),)
         leaf = lambda keys, x: mark((*key, *keys), x)  # noqa: E731
         return map_with_path(leaf, given[name], call.adapter.is_opaque)
 
     given.update((name, marked(name)) for name in arrays)
-    return tuple(given[str(i)] for i in range(len(call.args))), {k: given[k] for k in call.kwargs}
+    return tuple(given[i] for i in range(len(call.args))), {k: given[k] for k in call.kwargs}
 
 
 def mark_weights(weights: Value) -> Any:

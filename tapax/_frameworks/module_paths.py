@@ -65,6 +65,7 @@ class _CallStack(threading.local):
         self.running: list[RunningModule] = []
         self.frame: Any = None
         self.outer: list[RunningModule] = []  # running in the captures around this one
+        self.parts: list[tuple[Any, str, dict[int, str], Any]] = []
 
 
 _stack = _CallStack()
@@ -73,13 +74,18 @@ _stack = _CallStack()
 @contextlib.contextmanager
 def new_call_stack() -> Iterator[None]:
     """Begin a capture, in which no module is running yet."""
-    before = _stack.running, _stack.frame, _stack.outer
+    before = _stack.running, _stack.frame, _stack.outer, _stack.parts
     around = [*_stack.outer, *_stack.running]
-    _stack.running, _stack.frame, _stack.outer = [], sys._getframe(2), around
+    _stack.running, _stack.frame, _stack.outer, _stack.parts = [], sys._getframe(2), around, []
     try:
         yield
     finally:
-        _stack.running, _stack.frame, _stack.outer = before
+        _stack.running, _stack.frame, _stack.outer, _stack.parts = before
+
+
+def adopt_part(adapter: Adapter, model: Module, part: Any, path: str) -> None:
+    """Register the modules in `part` as those at `path` of a model that is not running."""
+    _stack.parts.append((model, path, index(adapter, part), part))
 
 
 def running_modules() -> list[RunningModule]:
@@ -255,6 +261,9 @@ def _undecided(
 
 def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:
     """Find the largest model with `module` in the functions running since `until`; return both."""
+    for model, path, known, _ in _stack.parts:
+        if id(module) in known:
+            return model, join(path, known[id(module)])
     # Many functions have variables for one model.
     indexes: dict[int, tuple[Any, dict[int, str]]] = {}
     for models in _models_running(adapter, until):

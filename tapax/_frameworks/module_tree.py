@@ -1,5 +1,6 @@
 """The contents of a model: its modules, their paths and their arrays."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,15 +55,17 @@ def in_order(adapter: Adapter, model: Module) -> Iterator[tuple[str, Any]]:
     """Yield a module and all modules in it, each once, in the order of their attributes."""
     paths = index(adapter, model)
 
-    def below(path: str, value: PyTree) -> Iterator[tuple[str, Any]]:
+    def below(path: str, value: PyTree, around: frozenset[int]) -> Iterator[tuple[str, Any]]:
+        if id(value) in around:  # an object that contains itself
+            return
         if adapter.is_module(value):
             if paths.get(id(value)) != path:
                 return
             yield path, value
         for name, part in _parts(adapter, value):
-            yield from below(join(path, name), part)
+            yield from below(join(path, name), part, around | {id(value)})
 
-    return below("", model)
+    return below("", model, frozenset())
 
 
 def _parts(adapter: Adapter, value: PyTree) -> Iterator[tuple[str, Any]]:
@@ -70,11 +73,27 @@ def _parts(adapter: Adapter, value: PyTree) -> Iterator[tuple[str, Any]]:
         parts = adapter.children(value)
     elif isinstance(value, dict):
         parts = ((segment(key), part) for key, part in value.items())
-    else:
+    elif isinstance(value, CONTAINERS):
         parts = ((str(i), part) for i, part in enumerate(value))
+    else:
+        parts = _attributes(value)
     for name, part in parts:
-        if adapter.is_module(part) or adapter.wraps(part) or isinstance(part, CONTAINERS):
+        if adapter.is_module(part) or adapter.wraps(part) or _is_container(adapter, part):
             yield name, part
+
+
+def _is_container(adapter: Adapter, value: PyTree) -> bool:
+    """Return whether a value that is no module may contain modules."""
+    if isinstance(value, CONTAINERS) or hasattr(type(value), "__dataclass_fields__"):
+        return True
+    return isinstance(value, adapter.container_types)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, also of a dataclass with slots."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    names = dict.fromkeys([*(field.name for field in fields), *getattr(value, "__dict__", ())])
+    return ((segment(name), getattr(value, name)) for name in names if hasattr(value, name))
 
 
 def arrays(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:

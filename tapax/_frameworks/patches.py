@@ -8,12 +8,14 @@ tracing on its thread.
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import MethodCall, called
+from tapax._frameworks.users_code import is_users_code
 from tapax._jax import Function, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import segment
@@ -122,14 +124,45 @@ def subclasses(base: type) -> Iterator[type]:
 def methods(
     adapter: Adapter, base: type, skip: Iterable[type], call: Callable[..., Any] = called
 ) -> Replacements:
-    """Yield replacements for the methods of all subclasses of `base`, which `call` then runs."""
+    """Yield replacements for the methods of all subclasses of `base`, which `call` then runs.
+
+    A subclass may inherit methods from a mixin, a class that is not a subclass of `base`.
+    """
     skipped = frozenset(skip)
-    for cls in subclasses(base):
-        if cls in skipped:
-            continue
+    found = [cls for cls in subclasses(base) if cls not in skipped]
+    for cls, name in _method_names((*found, *_mixins(found, base))):
+        yield cls, name, functools.partial(_method, adapter, base, cls, name, call)
+
+
+def mixin_methods(base: type, wrap: Callable[[type, str, Any], Any]) -> Replacements:
+    """Yield replacements for the methods that subclasses of `base` inherit from mixins."""
+    for cls, name in _method_names(_mixins(subclasses(base), base)):
+        yield cls, name, functools.partial(wrap, cls, name)
+
+
+def _method_names(classes: Iterable[type]) -> Iterator[tuple[type, str]]:
+    for cls in classes:
         for name, value in list(cls.__dict__.items()):
             if is_method(name, value):
-                yield cls, name, functools.partial(_method, adapter, cls, name, call)
+                yield cls, name
+
+
+def _mixins(classes: Iterable[type], base: type) -> Iterator[type]:
+    """Yield the classes of users, not derived from `base`, from which `classes` inherit."""
+    seen = set[type]()
+    for cls in classes:
+        for mixin in cls.__mro__:
+            if mixin in seen or base in mixin.__mro__:
+                continue
+            seen.add(mixin)
+            package = mixin.__module__.partition(".")[0]
+            is_users = is_users_code(package) and package not in sys.stdlib_module_names
+            if is_users and not mixin.__flags__ & _IMMUTABLE:
+                yield mixin
+
+
+_IMMUTABLE = 1 << 8
+"""The flag of a class that is written in C and refuses other attributes."""
 
 
 def is_method(name: str, value: PyTree) -> bool:
@@ -144,31 +177,66 @@ def is_method(name: str, value: PyTree) -> bool:
 
 
 def _method(
-    adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Function
+    adapter: Adapter,
+    base: type,
+    owner: type,
+    name: str,
+    call: Callable[..., Any],
+    original: Function,
 ) -> Any:
     # A framework's wrapper of a function takes the module as its first argument, too.
     plain = inspect.isfunction(original) or adapter.wraps(original)
+    is_mixin = base not in owner.__mro__
 
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(original, self) if plain else original.__get__(self, type(self))
         # A method that a subclass calls by `super()` is part of the method of the subclass.
         if active_policy() is None or not is_first(owner, name, type(self)):
             return bound(*args, **kwargs)
+        if is_mixin and not adapter.is_module(self):
+            return bound(*args, **kwargs)
         return call(MethodCall(adapter, self, name, bound, args, kwargs))
 
+    setattr(method, _ORIGINAL, original)
     return functools.update_wrapper(method, original)
+
+
+_ORIGINAL = "_tapax_original"
+"""The attribute of a patched method with the method before the patch."""
 
 
 def current(fn: Function) -> Any:
     """Return a bound method as it would be bound now, since its class may have been patched."""
     if isinstance(fn, functools.partial):
         func = current(fn.func)
+        if fn.args and func is fn.func:  # `nnx.jit` binds a method by a partial
+            func = _find_attribute(type(fn.args[0]), func) or func
         return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
     if not inspect.ismethod(fn):
         return fn
-    now: Any = getattr(type(fn.__self__), fn.__name__, None)
-    same = callable(now) and inspect.unwrap(now) is inspect.unwrap(fn.__func__)
-    return now.__get__(fn.__self__) if same else fn
+    now = _find_attribute(type(fn.__self__), fn.__func__)
+    return fn if now is None else now.__get__(fn.__self__)
+
+
+def _find_attribute(cls: type, method: Any) -> Any:
+    """Find the attribute of a class that is a method, perhaps patched; None if there is none.
+
+    The attribute may have another name than the function, by a decorator or an assignment.
+    """
+    wanted, first = _unpatched(method), getattr(method, "__name__", "")
+    found = {
+        name: value
+        for c in reversed(cls.__mro__)
+        for name, value in vars(c).items()
+        if callable(value)
+        and _unpatched(value) is wanted
+        and inspect.getattr_static(cls, name) is value
+    }
+    return found.get(first, next(iter(found.values()), None))
+
+
+def _unpatched(method: Any) -> Any:
+    return getattr(method, _ORIGINAL, method)
 
 
 def is_first(owner: type, name: str, cls: type) -> bool:

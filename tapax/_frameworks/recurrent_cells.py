@@ -157,9 +157,17 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
             raise HiddenError(f"There is no hidden state {name!r}. {near}")
 
 
+def find_input_shape(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of the first array among example inputs.
+
+    The first input may be a pair, as for `hk.ResetCore`, or given by keyword.
+    """
+    return jnp.shape(jax.tree.leaves(inputs)[0])
+
+
 def check_inputs(module: object, inputs: Sequence[Any]) -> None:
     """Raise if there is no example input with which to trace a module."""
-    if not inputs:
+    if not jax.tree.leaves(inputs):
         raise HiddenError(
             f"`inputs` is empty, but tapax traces {type(module).__name__} with an example input: "
             "give one."

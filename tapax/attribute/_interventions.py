@@ -136,6 +136,7 @@ def _replace_values(
     axis: int,
     reference: Any,
     key: Value,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

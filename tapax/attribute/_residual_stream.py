@@ -47,8 +47,8 @@ def logit_lens(
     return compile_method(_read_logits, fn, check(sites, "sites"), unembed)
 
 
-def _read_logits(fn: Function, sites: Any, unembed: Any, *args: Any) -> Any:
-    _, taps = capture(fn, values=drop_steps(sites), grads=None)(*args)
+def _read_logits(fn: Function, sites: Any, unembed: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _, taps = capture(fn, values=drop_steps(sites), grads=None)(*args, **kwargs)
     found = find_visits(sites, taps)
     values = [visit.value_in(taps) for visit in found]
     last, shape = found[-1], values[-1].shape
@@ -59,7 +59,7 @@ def _read_logits(fn: Function, sites: Any, unembed: Any, *args: Any) -> Any:
                 f"{list(value.shape)}, and {last.where}, has the shape {list(shape)}."
             )
     if unembed is None:
-        unembed = lambda value: suffix(fn, last.at)(value, *args)  # noqa: E731
+        unembed = lambda value: suffix(fn, last.at)(value, *args, **kwargs)  # noqa: E731
     return jax.vmap(unembed)(jnp.stack(values))
 
 
@@ -105,9 +105,11 @@ def direct_logit_attribution(
     )
 
 
-def _attribute_logits(fn: Function, sites: Any, final: Any, frozen: Value, *args: Any) -> Any:
+def _attribute_logits(
+    fn: Function, sites: Any, final: Any, frozen: Value, /, *args: Any, **kwargs: Any
+) -> Any:
     whole = (*drop_steps(sites), *drop_steps(final, "final"))
-    _, taps = capture(fn, values=whole, grads=None)(*args)
+    _, taps = capture(fn, values=whole, grads=None)(*args, **kwargs)
     end = find_one_visit(final, taps, "final")
     stream = end.value_in(taps)
     parts = []
@@ -120,5 +122,6 @@ def _attribute_logits(fn: Function, sites: Any, final: Any, frozen: Value, *args
             )
         parts.append(jnp.broadcast_to(value, stream.shape))
     constant = fn if frozen is None else edit(fn, [(frozen, jax.lax.stop_gradient)])
-    _, linear = jax.linearize(lambda x: suffix(constant, end.at)(x, *args), stream)
+    rest = suffix(constant, end.at)
+    _, linear = jax.linearize(lambda x: rest(x, *args, **kwargs), stream)
     return jax.vmap(linear)(jnp.stack(parts))

@@ -53,9 +53,11 @@ def saliency(
     return compile_method(_compute_saliency, fn, check(site, "site"), times_value, argnum)
 
 
-def _compute_saliency(fn: Function, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
+def _compute_saliency(
+    fn: Function, site: Any, times_value: bool, argnum: int, /, *args: Any, **kwargs: Any
+) -> Any:
     if site is None:
-        value, rest = _of_argument(fn, argnum, args)
+        value, rest = _of_argument(fn, argnum, args, kwargs)
         slope = jax.grad(rest)(value)
         return jax.tree.map(jnp.multiply, slope, value) if times_value else slope
     picked = drop_steps(site, "site")
@@ -65,9 +67,9 @@ def _compute_saliency(fn: Function, site: Any, times_value: bool, argnum: int, *
         raise SiteError(
             f"`site` must be one tapax.at, or a selection without tapax.at, but is {site!r}."
         )
-    _, taps = capture(fn, values=picked, grads=None)(*args)
+    _, taps = capture(fn, values=picked, grads=None)(*args, **kwargs)
     find_visits(site, taps, "site")  # raises for an iteration that is out of range
-    grads = grad(fn, at=picked)(*args)
+    grads = grad(fn, at=picked)(*args, **kwargs)
     made = {n: g * taps.values[n] if times_value else g for n, g in grads.items()}
     made = made if step is None else {n: g[step] for n, g in made.items()}
     if not is_exact(alone):
@@ -123,18 +125,27 @@ def integrated_gradients(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"`steps` must be a positive number of points, but is {steps!r}.")
     run = compile_method(_integrate_gradients, fn, check(site, "site"), steps, argnum, batch_size)
-    return lambda *args: run(baseline, *args)
+    return lambda *args, **kwargs: run(baseline, *args, **kwargs)
 
 
 def _integrate_gradients(
-    fn: Function, site: Any, steps: int, argnum: int, batch_size: Any, baseline: PyTree, *args: Any
+    fn: Function,
+    site: Any,
+    steps: int,
+    argnum: int,
+    batch_size: Any,
+    baseline: PyTree,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if site is None:
-        value, rest = _of_argument(fn, argnum, args)
+        value, rest = _of_argument(fn, argnum, args, kwargs)
     else:
-        _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args)
+        _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args, **kwargs)
         visit = find_one_visit(site, taps, "site")
-        value, rest = visit.value_in(taps), lambda value: suffix(fn, visit.at)(value, *args)
+        value = visit.value_in(taps)
+        rest = lambda value: suffix(fn, visit.at)(value, *args, **kwargs)  # noqa: E731
     value = jnp.asarray(value)
     if not is_broadcastable(np.shape(baseline), value.shape):
         raise ValueError(
@@ -193,7 +204,8 @@ def grad_cam(
     """
     chosen = target if callable(target) else None
     run = compile_method(_compute_cam, fn, check(site, "site"), chosen, tuple(axis), channel)
-    return lambda *args: run(None if callable(target) else target, *args)
+    given = None if callable(target) else target
+    return lambda *args, **kwargs: run(given, *args, **kwargs)
 
 
 def _compute_cam(
@@ -203,10 +215,12 @@ def _compute_cam(
     axis: tuple[int, ...],
     channel: int,
     target: PyTree,
+    /,
     *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    def score(target: PyTree, *args: Any) -> Any:
-        out = fn(*args)
+    def score(target: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        out = fn(*args, **kwargs)
         if chosen is not None:
             out = chosen(out)
         elif target is not None:
@@ -216,9 +230,10 @@ def _compute_cam(
             out = jnp.take_along_axis(out, index, -1, mode="clip") * jnp.where(known, 1, jnp.nan)
         return jnp.sum(out)
 
-    _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args)
+    _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args, **kwargs)
     visit = find_one_visit(site, taps, "site")
-    slope = grad(score, at=drop_steps(site, "site"))(target, *args)[visit.site.name]
+    slopes = grad(score, at=drop_steps(site, "site"))(target, *args, **kwargs)
+    slope = slopes[visit.site.name]
     value, slope = visit.value_in(taps), slope if visit.step is None else slope[visit.step]
     spatial = tuple(axis_of(visit, value, a) for a in axis)
     channel = axis_of(visit, value, channel)
@@ -231,11 +246,12 @@ def _compute_cam(
 
 
 def _of_argument(
-    fn: Function, argnum: int, args: tuple[Any, ...]
+    fn: Function, argnum: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """Return an argument, and `fn` as a function of it."""
+    """Return a positional argument, and `fn` as a function of it."""
     if not 0 <= argnum < len(args):
         raise ValueError(
-            f"`argnum` is {argnum}, but the function was called with {len(args)} arguments."
+            f"`argnum` is {argnum}, but the function was called with {len(args)} positional "
+            "arguments."
         )
-    return args[argnum], lambda x: fn(*args[:argnum], x, *args[argnum + 1 :])
+    return args[argnum], lambda x: fn(*args[:argnum], x, *args[argnum + 1 :], **kwargs)

@@ -179,7 +179,7 @@ class HiddenGroup:
             A list with an array for each state of the group.
 
         Raises:
-            IndexError: If the last axis is too short.
+            HiddenError: If the last axis does not have the size `num_state`.
 
         Example:
             >>> import jax.numpy as jnp, tapax
@@ -191,6 +191,12 @@ class HiddenGroup:
             >>> [x.tolist() for x in group.split_hidden(jnp.array([[1.0, 3.0], [2.0, 4.0]]))]
             [[1.0, 2.0], [3.0, 4.0]]
         """
+        shape = tuple(joined.shape)
+        if not shape or shape[-1] != self.num_state:
+            raise HiddenError(
+                f"`joined` has the shape {list(shape)}, but its last axis must have the size "
+                f"{self.num_state}, the number of states of a unit: {', '.join(self.names)}."
+            )
         parts, start = [], 0
         for state in self.hidden_states:
             part = joined[..., start : start + state.num_state]

@@ -14,9 +14,7 @@ _einsum = inspect.unwrap(nnx.Einsum.__call__)
 
 
 def _get_shapes(base: Any) -> LayerShapes:
-    inputs = base.einsum_str.partition(",")[0]
-    # Only a call tells how many axes an ellipsis has; assume one.
-    letters = _letters(base.einsum_str, len(inputs.replace("...", "")) + ("..." in inputs))
+    letters = _letters_of(base)
     sizes = dict(zip(letters.kernel, base.kernel_shape, strict=True))
     ins, outs = (tuple(sizes[c] for c in part) for part in (letters.ins, letters.outs))
     return LayerShapes(tuple(base.kernel_shape), ins, outs, base.bias_shape or outs)
@@ -75,13 +73,13 @@ class BatchEnsembleEinsum(EnsembleLayer, nnx.Einsum):
                 f"`einsum_str` of BatchEnsembleEinsum is {equation!r}, but the kernel has the "
                 f"shape {list(self.kernel_shape)}."
             )
-        check_stack(self, [sizes[c] for c in letters.ins])
-        outs = tuple(sizes[c] for c in letters.outs)
-        if tuple(self.s.shape) != (self.num_members, *outs):
+        if letters.axes != _letters_of(self).axes:
             raise ValueError(
                 f"`einsum_str` of BatchEnsembleEinsum is {equation!r}, but the layer was made for "
-                f"{self.einsum_str!r}, with other axes in the result."
+                f"{self.einsum_str!r}, with other axes of the kernel, or another order of them, in "
+                "the inputs or in the result."
             )
+        check_stack(self, [sizes[c] for c in letters.ins])
         ins = [letters.inputs.index(c) for c in letters.ins]
         check_width(self, inputs, ins, [sizes[c] for c in letters.ins])
         where = [letters.result.index(c) - len(letters.result) for c in letters.outs]
@@ -104,6 +102,19 @@ class _Letters(NamedTuple):
     @property
     def outs(self) -> list[str]:
         return [c for c in self.result if c in self.kernel]
+
+    @property
+    def axes(self) -> tuple[list[int], list[int]]:
+        """The axes of the kernel to which the axes of `r` and of `s` belong."""
+        ins, outs = ([self.kernel.index(c) for c in part] for part in (self.ins, self.outs))
+        return ins, outs
+
+
+def _letters_of(layer: Any) -> _Letters:
+    """Return the letters of the equation of a layer."""
+    inputs = layer.einsum_str.partition(",")[0]
+    # Only a call tells how many axes an ellipsis has; assume one.
+    return _letters(layer.einsum_str, len(inputs.replace("...", "")) + ("..." in inputs))
 
 
 def _letters(equation: str, ndim: int) -> _Letters:

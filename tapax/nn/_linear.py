@@ -127,7 +127,8 @@ class BatchEnsembleLinearGeneral(EnsembleLayer, nnx.LinearGeneral):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Compute the results of all members, `[E * B, ..., *out_features]`."""
         check_stack(self, self.in_features)
-        axes = [a + inputs.ndim if a < 0 else a for a in self.axis]
+        # Flax sorts the axes: the first axis of the kernel belongs to the first of them.
+        axes = sorted(a + inputs.ndim if a < 0 else a for a in self.axis)
         check_width(self, inputs, axes, self.in_features)
         if 0 in axes:
             raise ValueError(

@@ -139,6 +139,28 @@ def test_weights_of_fused_attention_give_its_result(options, heads):
     np.testing.assert_array_equal(out, jax.jit(model)(query, key, value))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": normal(4, 7, 6) > 0},
+        {"mask": normal(1, 1, 7, 6) > 0},
+        {"bias": normal(1, 4, 7, 6)},
+        {"key_value_seq_lengths": LENGTHS[:1]},
+        {"query_seq_lengths": LENGTHS[:1]},
+    ],
+    ids=["mask", "mask with examples", "bias with examples", "lengths of keys", "of queries"],
+)
+def test_weights_of_fused_attention_without_examples(options):
+    query, key, value = normal(7, 4, 3), normal(6, 4, 3), normal(6, 4, 3) + 1
+    model = lambda *args: _scoped(lambda *a: jax.nn.dot_product_attention(*a, **options), *args)
+    out, taps = tapax.capture(model, values="attn:weights")(query, key, value)
+    weights = taps.values["attn:weights"]
+    assert weights.shape == (4, 7, 6)
+    close(jnp.einsum("nts,snh->tnh", weights, value), out)
+    edited = tapax.edit(model, values={"attn:weights": lambda w: w})
+    close(edited(query, key, value), model(query, key, value))
+
+
 def _scoped(model, *args):
     with tapax.scope("attn"):
         return model(*args)

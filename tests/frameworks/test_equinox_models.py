@@ -165,6 +165,24 @@ def test_layers_in_a_shared_node_have_paths():
     close(taps.grads, grads)
 
 
+def test_layers_in_a_shared_node_that_is_no_part_of_a_model_have_paths():
+    layers = [eqx.nn.Linear(D, D, key=jax.random.key(i)) for i in range(2)]
+    shared = eqx.nn.Shared(tuple(layers), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+
+    def loss(shared, x):
+        first, second = shared()
+        return jnp.sum(second(first(x)) ** 2)
+
+    first = layers[0](X[0])
+    second = layers[0].weight @ first + layers[1].bias
+    values = {"Shared/pytree/0": first, "Shared/pytree/1": second}
+    _, taps = tapax.capture(eqx.filter_jit(eqx.filter_grad(loss)))(shared, X[0])
+    close(taps.values, values)
+    assert_close(taps.grads["Shared/pytree/1"], 2 * second)
+    edited = tapax.edit(loss, values={"Shared/pytree/0": 0.0})(shared, X[0])
+    assert_close(edited, jnp.sum(layers[1].bias ** 2))
+
+
 def test_projections_of_attention_are_sites():
     attention = eqx.nn.MultiheadAttention(2, D, key=jax.random.key(0))
     out, taps = tapax.capture(attention)(X, X, X)

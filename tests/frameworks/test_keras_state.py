@@ -280,6 +280,15 @@ def test_train_on_batch_is_a_step_of_training(options):
         assert_close(taps.grads["sequential"], 2 * (out - Y) / Y.size)
 
 
+@pytest.mark.parametrize("method", ["predict_on_batch", "test_on_batch"])
+def test_other_steps_of_a_compiled_model_are_captured(method):
+    plain, model = make_twins(make_sequential, **COMPILED)
+    batch = (X,) if method == "predict_on_batch" else (X, Y)
+    out, taps = tapax.capture(getattr(model, method))(*batch)
+    assert_close(np.array(out), np.array(getattr(plain, method)(*batch)))
+    assert len(taps.values) == 5
+
+
 def test_the_train_step_of_a_compiled_model_is_captured():
     plain, model = make_twins(make_sequential, **COMPILED)
     plain.train_on_batch(X, Y)

@@ -253,3 +253,15 @@ def test_inputs_are_captured_under_scan_vmap_and_remat():
     first = by_hand(X)
     close(taps.values[name], jnp.stack([jnp.tanh(X @ UP), jnp.tanh(first @ UP)]))
     close(taps.grads[name], jax.grad(plain)(zeros), 1e-4)
+
+
+class Difference(nnx.Module):
+    def __call__(self, left, **right):
+        return left - right["0"]
+
+
+def test_a_keyword_that_is_a_number_is_not_taken_for_a_position():
+    fn = lambda left, right: Difference()(left, **{"0": right})
+    out, taps = tapax.capture(fn, values="Difference.input:*")(X, 3 * X)
+    close(out, -2 * X)
+    assert len(taps.values) == 2

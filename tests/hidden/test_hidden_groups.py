@@ -182,4 +182,8 @@ def test_joining_and_splitting():
     np.testing.assert_array_equal(second, 2 * X)
     with pytest.raises(HiddenError, match="`values` has 1 arrays, but the group has 2 hidden"):
         group.concat_hidden([X])
+    message = "`joined` has the shape \\[.*, but its last axis must have the size 2, the number of"
+    for wrong in (np.zeros((N, 3)), np.zeros((N, 1)), np.zeros(())):
+        with pytest.raises(HiddenError, match=message):
+            group.split_hidden(wrong)
     assert repr(group) == f"HiddenGroup(c, h: float64[{N}])"

@@ -157,6 +157,32 @@ def test_cores_of_haiku(name):
     close(jax.tree.leaves(moved[0])[-1], jax.tree.leaves(wanted[0])[-1] + 1)
 
 
+def test_a_core_that_takes_a_pair():
+    reset = jnp.array([True] + [False] * (len(BATCH) - 1))
+
+    def run(x):
+        core = hk.ResetCore(hk.LSTM(4))
+        p = add_hidden_perturbation(core, (x, reset))
+        state = jax.tree.map(lambda v: v + 0.3, core.initial_state(len(x)))
+        assert p.names == ("hidden", "cell")
+        return p({}, state, (x, reset)), core((x, reset), state)[::-1]
+
+    pair = hk.transform(run)
+    jax.tree.map(close, *pair.apply(pair.init(KEY, BATCH), None, BATCH))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)), lambda: bound(nn.GRUCell(4), X)],
+    ids=["nnx", "linen"],
+)
+def test_the_input_of_a_cell_by_keyword(make):
+    cell = make()
+    p = add_hidden_perturbation(cell, inputs=X)
+    h = jnp.full(4, 0.3)
+    jax.tree.map(close, p({}, h, inputs=X), cell(h, X))
+
+
 class Stack(nnx.Module):
     """Two cells and a read-out, called as a step."""
 

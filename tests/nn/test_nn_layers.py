@@ -367,6 +367,8 @@ def general(*args, **options):
     [
         ((5, (2, 3)), {}, (7, 5), "bta,ahd->bthd", "a,hd"),
         (((2, 3), 5), {"axis": (-2, -1)}, (7, 2, 3), "bthd,hda->bta", "hd,a"),
+        (((2, 3), 5), {"axis": (-1, -2)}, (7, 2, 3), "bthd,hda->bta", "hd,a"),  # Flax sorts them
+        (((3, 3), 5), {"axis": (-1, -2)}, (7, 3, 3), "bthd,hda->bta", "hd,a"),
         (((2, 3), (4, 5)), {"axis": (1, -1)}, (2, 7, 3), "bhtd,hdxy->btxy", "hd,xy"),
         ((5, 4), {"use_bias": False}, (5,), "ba,ac->bc", "a,c"),
         ((2, 4), {"axis": 1}, (2, 7), "bat,ac->btc", "a,c"),
@@ -420,6 +422,20 @@ def test_einsum_of_the_call():
     run = jax.jit(layer, static_argnums=1)
     close(run(x[:, 0], "xa,ab->xb"), run(x[:, 0]))
     close(run(x, "nta,ab->ntb"), by_member(dense, parts(layer), x))
+
+
+@pytest.mark.parametrize("equation", ["ntba,abc->ntc", "ntab,bac->ntc", "ntab,abc->nct"])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 4, 5)])
+def test_einsum_of_the_call_with_another_order_of_axes(equation, sizes):
+    """An equation may move the axes of the result, but not exchange those of the factors."""
+    base = nnx.Einsum("ntab,abc->ntc", sizes, rngs=nnx.Rngs(0))
+    layer = nn.BatchEnsembleEinsum(base, rngs=0, num_members=E)
+    x = normal(E * B, 7, *sizes[:2])
+    if equation == "ntab,abc->nct":
+        close(layer(x, equation), np.swapaxes(layer(x), 1, 2))
+        return
+    with pytest.raises(ValueError, match="with other axes of the kernel, or another order"):
+        layer(x, equation)
 
 
 def embed(size=10, **options):

@@ -54,6 +54,7 @@ class Brainstate(PatchedAdapter):
     package = "brainstate"
     base = nn.Module
     recurrent_type = graph.Node
+    container_types = (graph.Node,)
 
     def is_opaque(self, value: PyTree) -> bool:
         return isinstance(value, (graph.Node, State))

@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import keras
+from jax.core import Tracer
 from keras.src import backend
 from keras.src.backend.config import is_nnx_enabled
+from keras.src.backend.jax import trainer
 
 from tapax._frameworks.attention import marks_result, marks_softmax
 from tapax._frameworks.interface import Adapter, FunctionCall, Module
@@ -30,7 +32,7 @@ from tapax._frameworks.module_calls import (
 )
 from tapax._frameworks.module_paths import running_modules, scope_of_named
 from tapax._frameworks.patches import Patch, Replacements, methods
-from tapax._jax import PyTree
+from tapax._jax import PyTree, Value
 from tapax._sites import join
 
 _FORWARD = ("call", "quantized_call")
@@ -76,10 +78,24 @@ class Keras(Adapter):
         for cls in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention):
             yield cls, "_masked_softmax", marks_result
         yield keras.layers.Attention, "_apply_scores", marks_softmax
+        yield trainer, "np", _NumPyOfTracers
         for cls, name, wrap in methods(self, keras.Layer, skip=[], call=_call):
             is_keras = cls.__module__.partition(".")[0] == self.package
             if name in _FORWARD or not (is_keras or name in _BASE_METHODS):
                 yield cls, name, wrap
+
+
+class _NumPyOfTracers:
+    """NumPy for Keras's trainer, which converts predictions; traced values stay as they are."""
+
+    def __init__(self, numpy: Any):
+        self._numpy = numpy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._numpy, name)
+
+    def array(self, value: Value) -> Any:
+        return value if isinstance(value, Tracer) else self._numpy.array(value)
 
 
 def _call(call: MethodCall) -> Any:
@@ -87,6 +103,7 @@ def _call(call: MethodCall) -> Any:
     adapter, module = call.adapter, call.module
     if _is_graph(module):
         return call.run(*call.args, **call.kwargs)
+    variables.note_layer(module)
     call = dataclasses.replace(call, method=_site_method(call.method))
     with within(adapter, module, scope_of_named(adapter, module)):
         given = call.args, call.kwargs

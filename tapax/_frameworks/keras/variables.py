@@ -9,7 +9,8 @@ first time, and splits the call anew. A function that takes the values of variab
 such as `stateless_call`, accesses none, and its call stays unchanged.
 
 A layer that is built during the trace gets the weights that it would get outside. The losses that
-layers add to themselves in a call are results as well.
+layers add to themselves in a call are results as well. A program fits every call in which the same
+layers are trainable: batch norms depend on that.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from tapax._marks.context import ContextVariable, without_marks
 class _KnownState:
     """The variables that calls of a function have accessed so far, and the layers with losses.
 
-    `has_built` is true if a call created variables, as it does if a layer is not built yet.
+    `ran` has the layers with variables that ran in these calls. `has_built` is true if a call
+    created variables, as it does if a layer is not built yet.
     """
 
     variables: list[Any] = dataclasses.field(default_factory=list)
     layers: list[Any] = dataclasses.field(default_factory=list)
+    ran: dict[int, Any] = dataclasses.field(default_factory=dict)
     has_built: bool = False
 
 
@@ -48,6 +51,7 @@ class _TraceRecord:
     """A record of how a traced function changes variables and the losses of layers."""
 
     def __init__(self, variables: Sequence[Any]):
+        self.ran: dict[int, Any] = {}
         self._numbers = {id(variable): i for i, variable in enumerate(variables)}
         self._values: dict[int, Any] = {}
         self._written: set[int] = set()
@@ -109,9 +113,15 @@ class _TraceRecord:
         layers = [x for x in self._layers_with_new_losses() if not _is_in(x, known.layers)]
         known.variables += new
         known.layers += layers
+        known.ran |= {key: layer for key, layer in self.ran.items() if self._has_state(layer)}
         known.has_built |= bool(self._made)
         self._has_learned |= bool(new or layers)
         return self._has_learned
+
+    def _has_state(self, layer: Module) -> bool:
+        """Return whether a layer has variables, and had them before the call."""
+        variables = layer.variables
+        return bool(variables) and not any(id(variable) in self._made for variable in variables)
 
     def _layers_with_new_losses(self) -> list[Any]:
         return [
@@ -137,6 +147,22 @@ class _ActiveRecord(threading.local):
 
 
 _active = _ActiveRecord()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The settings of layers on which a trace depends: whether each is trainable."""
+
+    trainable: tuple[bool, ...]
+
+
+def note_layer(layer: Module) -> None:
+    """Record that a layer runs."""
+    if _active.record is not None:
+        _active.record.ran[id(layer)] = layer
+
+
 # JAX must retrace a jitted function that closes over a model, as it reads the current values.
 _trace = ContextVariable[object](None)
 
@@ -162,7 +188,8 @@ def split_variables(call: FunctionCall) -> Iterator[FunctionCall]:
     values = [_value_now(variable) for variable in variables]
     record = _TraceRecord(variables)
 
-    def pure(arguments: PyTree, values: list[Any]) -> Any:
+    def pure(arguments: PyTree, values: list[Any], settings: _Settings) -> Any:
+        del settings
         record.start(values)
         with _trace(object()):
             out = call.run(arguments)
@@ -180,7 +207,8 @@ def split_variables(call: FunctionCall) -> Iterator[FunctionCall]:
     found_more = lambda: record.learn(known) or call.found_more()  # noqa: E731
     if variables or known.layers:
         user_result = lambda result: call.user_result(result[0])  # noqa: E731
-        taken = call.arguments, values
+        settings = _Settings(tuple(bool(layer.trainable) for layer in known.ran.values()))
+        taken = call.arguments, values, settings
         keys = 0, 0, *call.user_keys
         opened = FunctionCall(pure, taken, {}, close, call.memory, user_result, found_more, keys)
     else:

@@ -22,7 +22,6 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import attention
@@ -36,11 +35,12 @@ from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.linen.methods import RunningFunction, contains
 from tapax._frameworks.module_calls import MethodCall, mark_result, within
 from tapax._frameworks.module_paths import anchored_root, locate, running_modules
-from tapax._frameworks.patches import Patch, Replacements
+from tapax._frameworks.patches import Patch, Replacements, is_first, mixin_methods
 from tapax._frameworks.recurrent_cells import (
     HiddenError,
     RecurrentCell,
     check_inputs,
+    find_input_shape,
     pair_paths,
     refuse_loop,
 )
@@ -126,7 +126,7 @@ class Linen(Adapter):
 
         if state is not None or not isinstance(module, nn.RNNCellBase):
             return RecurrentCell(step, variables, state)
-        carry = unbound.initialize_carry(jax.random.key(0), jnp.shape(inputs[0]))
+        carry = unbound.initialize_carry(jax.random.key(0), find_input_shape(inputs))
         return RecurrentCell(step, variables, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
@@ -135,6 +135,7 @@ class Linen(Adapter):
         yield nn.Module, "perturb", functools.partial(perturb, self)
         yield _transforms._HashableProxy, "from_module", functools.partial(_from_module, self)
         yield axes_scan, "scan", _scan
+        yield from mixin_methods(nn.Module, functools.partial(_of_mixin, self))
 
     def _intercept(self, run: Any, args: Args, kwargs: Kwargs, context: Any) -> Any:
         module, name = context.module, context.method_name
@@ -143,7 +144,18 @@ class Linen(Adapter):
         if active_policy() is None or name == "setup":
             return run(*args, **kwargs)
         call = RunningFunction.of(module, context.orig_method.func, name)
-        stack = self._calls.stack
+        return self.observe(call, functools.partial(record_result, module, name), run, args, kwargs)
+
+    def observe(
+        self,
+        call: RunningFunction,
+        record: Callable[[PyTree], None],
+        run: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """Run a function of a module, record its result, and mark it if it is that of a method."""
+        module, stack = call.module, self._calls.stack
         method = None if stack and call.is_part_of(stack[-1]) else call.method
         stack.append(call)
         try:
@@ -152,7 +164,7 @@ class Linen(Adapter):
                     out = run(*args, **kwargs)
                 else:
                     out = MethodCall(self, module, method, run, args, kwargs).run_marked()
-                record_result(module, name, out)
+                record(out)
                 return out if method is None else mark_result(self, module, method, out)
         finally:
             stack.pop()
@@ -262,6 +274,21 @@ def _from_module(adapter: Linen, original: Function) -> Any:
         return dataclasses.replace(proxy, hash_key=hash((proxy.hash_key, where)))
 
     return classmethod(from_module)
+
+
+def _of_mixin(adapter: Linen, owner: type, name: str, original: Function) -> Any:
+    """Wrap a method of a mixin, which Linen neither intercepts nor records."""
+
+    @functools.wraps(original)
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, self)
+        skipped = active_policy() is None or name == "setup" or not adapter.is_module(self)
+        if skipped or not is_first(owner, name, type(self)):
+            return run(*args, **kwargs)
+        call = RunningFunction.of(self, original, name)
+        return adapter.observe(call, lambda out: None, run, args, kwargs)
+
+    return method
 
 
 def _scan(original: Function) -> Any:

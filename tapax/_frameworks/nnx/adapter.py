@@ -18,7 +18,6 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import attention
 
@@ -31,7 +30,13 @@ from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.nnx.taken_state import TakenState, flatten_objects
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods
-from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths, refuse_loop
+from tapax._frameworks.recurrent_cells import (
+    RecurrentCell,
+    check_inputs,
+    find_input_shape,
+    pair_paths,
+    refuse_loop,
+)
 from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._marks.context import active_policy
 
@@ -44,6 +49,7 @@ class NNX(PatchedAdapter):
     package = "flax"
     base = nnx.Module
     recurrent_type = nnx.Module
+    container_types = (nnx.Pytree,)
     attention_types = (nnx.MultiHeadAttention,)
     attention_function = "flax.nnx.dot_product_attention"
 
@@ -74,7 +80,7 @@ class NNX(PatchedAdapter):
 
         if state is not None or not isinstance(module, nnx.RNNCellBase):
             return RecurrentCell(step, params, state)
-        carry = module.initialize_carry(jnp.shape(inputs[0]), nnx.Rngs(0))
+        carry = module.initialize_carry(find_input_shape(inputs), nnx.Rngs(0))
         return RecurrentCell(step, params, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:

@@ -236,7 +236,7 @@ def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: 
         out = method(self, *args, **kwargs)
         what = _recording.value
         if public and what is not None and what.outputs is not None and active_policy() is not None:
-            first = is_first(owner, name, type(self))
+            first = adapter.is_module(self) and is_first(owner, name, type(self))
             if first and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
                 given = {"variable_type": what.outputs, "name": name}
                 with within(adapter, self):

@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from tapax._frameworks.anchors import PathKey, leaf_path
 from tapax._frameworks.nnx import holders
+from tapax._frameworks.patches import current
 from tapax._frameworks.roots import name_arguments
 from tapax._frameworks.users_code import closure_values
 from tapax._jax import Function, PyTree
@@ -285,7 +286,7 @@ class Objects:
         owner, method = self.lift(value.__self__), value.__func__
         if owner is not None and holders.is_object(value.__self__):
             # Look up the method at the call: its class may be patched by then.
-            return lambda bindings: getattr(owner(bindings), value.__name__)
+            return lambda bindings: current(types.MethodType(method, owner(bindings)))
         fn = self._lift_function(method) if inspect.isfunction(method) else None
         if owner is None and fn is None:
             return None
@@ -305,9 +306,8 @@ class Objects:
         def make(bindings: ObjectBindings) -> Any:
             made = fn(bindings) if fn else value.func
             positional = args(bindings) if args else value.args
-            return functools.partial(
-                made, *positional, **(kwargs(bindings) if kwargs else value.keywords)
-            )
+            keywords = kwargs(bindings) if kwargs else value.keywords
+            return current(functools.partial(made, *positional, **keywords))
 
         return make
 
