@@ -54,6 +54,13 @@ _LOOPS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
         {"x": MANY, "stacked": True, "masked": True},
         ("around", "closed"),
     ),
+    (
+        "vmap_cond_cond",
+        "vmap of a cond in a cond",
+        problem.few,
+        {"x": MANY, "stacked": True, "masked": True},
+        ("around", "closed"),
+    ),
 ]
 
 

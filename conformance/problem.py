@@ -202,6 +202,11 @@ def some(net: Any, x: Any) -> Any:
     return jnp.stack([net.lin(row) if row[0] > 0 else row for row in x])
 
 
+def few(net: Any, x: Any) -> Any:
+    """Call the layer on the rows that start and end with a positive number."""
+    return jnp.stack([net.lin(row) if row[0] > 0 and row[-1] > 0 else row for row in x])
+
+
 def over_time(net: Any, x: Any) -> Any:
     state, out = jnp.zeros(WIDTH), []
     for row in x:

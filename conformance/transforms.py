@@ -73,11 +73,21 @@ def cond(run: Run, m: Any, x: Any, p: Any = None) -> Any:
 
 
 def vmap_cond(run: Run, m: Any, x: Any, p: Any = None) -> Any:
+    return vmap(_if_positive(run, 0), m, x, p)
+
+
+def vmap_cond_cond(run: Run, m: Any, x: Any, p: Any = None) -> Any:
+    return vmap(_if_positive(_if_positive(run, -1), 0), m, x, p)
+
+
+def _if_positive(run: Run, place: int) -> Run:
+    """Return a function that calls `run` if the input is positive at `place`."""
+
     def one(m: Any, x: Any, p: Any) -> Any:
         aux = jax.tree.map(jnp.zeros_like, jax.eval_shape(run, m, x, p)[1])
-        return lax.cond(x[0] > 0, run, lambda m, x, p: (x, aux), m, x, p)
+        return lax.cond(x[place] > 0, run, lambda m, x, p: (x, aux), m, x, p)
 
-    return jax.vmap(one, in_axes=(None, 0, 0))(m, x, p)
+    return one
 
 
 def fori_loop(run: Run, m: Any, x: Any, p: Any = None) -> Any:
@@ -135,7 +145,7 @@ def stack(run: Run, m: Any, x: Any, p: Any = None) -> Any:
 
 
 _FUNCTIONS = (jit, vmap, map, remat, custom_vjp, shard_map, scan, fori_loop, while_loop)
-_FUNCTIONS += (while_grad, custom_root, cond, vmap_cond)
+_FUNCTIONS += (while_grad, custom_root, cond, vmap_cond, vmap_cond_cond)
 RAW: dict[str, Any] = {f.__name__: f for f in _FUNCTIONS} | {"root_forward": custom_root}
 
 
