@@ -1,4 +1,4 @@
-"""Pages, docstrings, comments and test names keep the rules of style that a pattern can check."""
+"""Pages, docstrings, comments, errors and test names keep the rules that a pattern can check."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ HABITS = {
         r"(?! (?:longer|more|less|larger|smaller|slower|faster|better|worse|different|other))"
     ),
     "a possessive without its noun": r"\bof [A-Z]\w+'s(?=[.,;:)]|$)",
-    "a preposition at the end of a sentence": r"\b(?:of|for|with|to|from|by|at)[.;](?=\s|$)",
+    "a preposition at the end of a sentence": r"(?<!\.)\b(?:of|for|with|to|from|by|at)[.;](?=\s|$)",
     "an exclamation": r"(?<=[a-z])!(?=\s|$)",
 }
 ALLOWED = ()
@@ -72,6 +72,24 @@ def read_program(source):
     return found
 
 
+def read_messages(source):
+    """List the paragraphs of all sentences in the strings of a program, apart from docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    pieces = {id(x) for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    found = []
+    for node in nodes:
+        if id(node) not in pieces | docstrings:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(getattr(part, "value", "")) for part in parts if is_text(part))
+            found += read_paragraphs(text) if text.count(" ") > 3 else []
+    return found
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def find_habits(paragraphs):
     """List the sentences with a habit that the project has dropped."""
     return [
@@ -109,6 +127,25 @@ def test_docstrings_comments_and_test_names_keep_to_the_style(folder):
         if path != Path(__file__)
         for fault in find_habits(read_program(path.read_text()))
     ] == []
+
+
+def test_errors_and_warnings_keep_to_the_style():
+    assert [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path in sorted((ROOT / "tapax").rglob("*.py"))
+        for fault in find_habits(read_messages(path.read_text()))
+    ] == []
+
+
+def test_errors_and_warnings_are_read():
+    source = '''
+def f(x):
+    """The string is no array."""
+    if x:
+        raise ValueError(f"The argument {x!r} " "is no array.")
+    raise TypeError("There is no run. Call init() first.")
+'''
+    assert len(find_habits(read_messages(source))) == 1
 
 
 def test_docstrings_comments_and_test_names_are_read():
