@@ -50,7 +50,7 @@ class Framework:
 
     - `lifted`: bodies that use the framework's versions of JAX's transformations.
     - `special`: programs that are not made from a body.
-    - `none`: cases that the framework has no program for.
+    - `none`: cases for which the framework has no program.
     - `arguments`: whether a module can be an argument of a transformed function.
     """
 

@@ -1,4 +1,4 @@
-"""penzai: `pz.select` inserts a layer behind the layer to look at.
+"""penzai: `pz.select` inserts a layer behind the layer of interest.
 
 For values, that is `SaveIntermediate` from penzai's toolshed. penzai has no tool for gradients, but
 `pz.select` can insert a layer that adds a zero parameter, and take the gradient of that. If a

@@ -150,7 +150,7 @@ RAW: dict[str, Any] = {f.__name__: f for f in _FUNCTIONS} | {"root_forward": cus
 
 
 def around(case: Case) -> Any:
-    """Return the transformation around the model, unless it is none or `jit`."""
+    """Return the transformation around the model; None if there is none, or if it is `jit`."""
     if case.name == "stack/raw":
         return stack
     return RAW[case.kind] if case.form == "around" and case.kind != "jit" else None

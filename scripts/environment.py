@@ -115,7 +115,7 @@ def make_conformance() -> Path:
 
 
 def make_conformance_oryx() -> Path:
-    """Build the environment with oryx and the last jax that it works with; return its Python."""
+    """Build the environment with oryx and the last jax that oryx supports; return its Python."""
     python = min(find().items())[1]
     constraints = CONSTRAINTS / "conformance-oryx.txt"
     return _make("conformance-oryx", python, constraints, ["--group", "conformance-oryx"])

@@ -14,7 +14,7 @@ _EXTRAS = ("brainstate", "flax", "ray")
 def load_lazily(
     package: str, public: Iterable[str], modules: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns a `__getattr__` and a `__dir__` for `package`, which has the `public` names.
+    """Return a `__getattr__` and a `__dir__` for `package`, which has the `public` names.
 
     `modules` says which names come from which module. Those from `package` itself are its
     submodules. If one needs a package that is not installed, the error names the extra.
@@ -35,7 +35,7 @@ def load_lazily(
 
 
 def load_later(package: str, name: str) -> Any:
-    """Returns a public name of `package`, for a module below it, which may not import it."""
+    """Return a public name of `package`, for a module below it, which may not import it."""
     return _LOADERS[package](name)
 
 

@@ -46,7 +46,7 @@ def find_public():
 
 @functools.cache
 def find_first_names():
-    """Map the identity of a public thing to the name that it is documented by."""
+    """Map the identity of a public thing to the name of its entry in the reference."""
     first = {}
     for name, thing in find_public().items():
         known = first.get(id(thing))
@@ -195,7 +195,7 @@ def write_entry(full, thing):
 
 
 class PublicTable(Entries):
-    """A table of the names of a namespace, and what each is for."""
+    """A table of the names of a namespace, with the first sentence of each docstring."""
 
     def write(self, namespace, names):
         yield from ("| name | purpose |", "|---|---|")

@@ -155,7 +155,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _CaptureTransform(Transform):
-    """Returns the results of a call, and the taps that the plan selects."""
+    """The transform to the results of a call, and the taps that the plan selects."""
 
     plan: Plan
 

@@ -244,7 +244,7 @@ def _split(call: TracedCall, spot: Spot, depth: int, step: int) -> TracedCall:
 
 
 class _PeelHooks(WalkHooks):
-    """Takes one iteration out of the scan around a site, and leaves all taps in the program."""
+    """Hooks that peel one iteration off the scan around a site; all taps stay in the program."""
 
     def __init__(self, uid: int, depth: int, step: int):
         self._uid, self._depth, self._step = uid, depth, step

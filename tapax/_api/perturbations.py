@@ -140,7 +140,7 @@ def perturbed(
 
 @dataclasses.dataclass(frozen=True)
 class _PerturbationTransform(Transform):
-    """Adds the operands to the values of sites."""
+    """The transform that adds the operands to the values of sites."""
 
     plan: Plan
 
@@ -166,7 +166,7 @@ class _PerturbationTransform(Transform):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdditionTransform(Transform):
-    """Adds arrays to the values of sites; `choose` makes the arrays from the table of sites."""
+    """The transform that adds arrays to values; `choose` makes them from the table of sites."""
 
     plan: Plan
     choose: Callable[[SiteTable], Mapping[str, Any]]

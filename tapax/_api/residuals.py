@@ -88,7 +88,7 @@ def residuals(
 
 @dataclasses.dataclass(frozen=True)
 class _ResidualsTransform(Transform):
-    """Marks every site, so that a trace shows the sites; it never runs."""
+    """The transform whose trace marks every site; it never runs."""
 
     plan: Plan
 

@@ -1,4 +1,4 @@
-"""Recognition of reducers of Flax's `sow` that keep every call."""
+"""Recognition of reducers, passed to the `sow` of Flax, that keep every call."""
 
 from typing import Any
 

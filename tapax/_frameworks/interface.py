@@ -36,7 +36,7 @@ class Adapter:
     recurrent_type: type | tuple[()] = ()
     """The class of modules that may be recurrent."""
     container_types: tuple[type, ...] = ()
-    """The classes of objects of the framework that are no modules and may contain some."""
+    """The classes of objects of the framework that are not modules, but may contain modules."""
 
     attention_types: tuple[type, ...] = ()
     """The classes of attention layers that take an attention function."""

@@ -83,7 +83,7 @@ def _parts(adapter: Adapter, value: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def _is_container(adapter: Adapter, value: PyTree) -> bool:
-    """Return whether a value that is no module may contain modules."""
+    """Return whether a value that is not a module may contain modules."""
     if isinstance(value, CONTAINERS) or hasattr(type(value), "__dataclass_fields__"):
         return True
     return isinstance(value, adapter.container_types)

@@ -58,7 +58,7 @@ def trace_program(trace: Callable[[], T]) -> T:
 
 
 def context() -> Hashable:
-    """Return a value of all settings of the frameworks that a trace depends on."""
+    """Return a hashable value of all settings of the frameworks on which a trace depends."""
     return tuple(adapter.context() for adapter in loaded_adapters())
 
 

@@ -24,7 +24,7 @@ from tapax._sites import segment
 
 @dataclasses.dataclass(frozen=True)
 class Root:
-    """A root that an anchor belongs to.
+    """A root to which an anchor belongs.
 
     `name` is the name of its class, and `key` identifies it. `holders` are the paths of the
     variables that refer to it, the most telling first. `path` is the path of the anchored module in

@@ -22,7 +22,7 @@ def is_traced_here(tracer: Any) -> bool:
 
 
 def trace_context() -> Any:
-    """Return a hashable value of all settings, apart from arguments, that a trace depends on."""
+    """Return a hashable value of all settings, apart from arguments, on which a trace depends."""
     return _config.trace_context()
 
 

@@ -73,7 +73,7 @@ def quieted(value: PyTree, grads: bool = False) -> Any:
 
 
 def reaching(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> frozenset[int]:
-    """Return the uids of the marks that the results of a program, or some of them, depend on."""
+    """Return the uids of the marks on which the results of a program, or some of them, depend."""
     return Uids().within(_jax.dce(quieted(jaxpr, grads=True), results))
 
 

@@ -7,7 +7,7 @@ gradient that `jax.grad` returns. Every reverse-mode derivative in JAX calls `ja
 wraps while it traces a program for a monitor of parameters.
 
 No selection picks these marks, and no capture returns them. Data flow in the traced program tells
-which argument each mark belongs to.
+to which argument each mark belongs.
 """
 
 import functools

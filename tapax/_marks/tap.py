@@ -20,7 +20,7 @@ kind                  operands -> results         meaning
 So when the user's code takes a gradient, the backward program contains the cotangent of every
 marked value, although tapax added nothing to the program for it.
 
-A *token* tells which call of a site a gradient belongs to. It is an array without elements that the
+A *token* tells to which call of a site a gradient belongs. It is an array without elements that the
 derivative needs from the forward pass. JAX passes it on like every residual, through jit, scan,
 cond, remat and shard_map, however often one traced body is used. Following the token from the
 `value` to the `grad` pairs the two by data flow. It costs nothing, as it has no bytes.
@@ -84,7 +84,7 @@ class Mark:
       an edit that is not known yet.
     - `replacing`: whether another value may replace it, with the derivatives of the original.
     - `pairs`: whether a reducer compares the gradient with the value.
-    - `missing`: why the site has no value, if it has none; the mark is then on an empty array.
+    - `missing`: the reason why the site has no value; the mark is then on an empty array.
     - `structure`: the structure of the sown value, whose array number `leaf` this mark is on. A
       value without arrays has a mark too.
     """

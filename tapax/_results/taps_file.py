@@ -77,8 +77,7 @@ def write_taps(
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise OSError(
-            f"The taps cannot be written to {str(path)!r}: {why}. Choose a path that you can "
-            "write to."
+            f"The taps cannot be written to {str(path)!r}: {why}. Choose a writable path."
         ) from error
     finally:
         with contextlib.suppress(OSError):

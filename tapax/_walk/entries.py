@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     - `layer`: the numbers of its scanned layers, outermost first.
     - `recomputed`: whether it is the cotangent of a recomputed value, a part of a gradient.
     - `folded`: whether it is a fold inside a shard_map.
-    - `reading`: the result that the plan asks for; None for an entry that no plan asks for.
+    - `reading`: the result that the plan requests; None for an entry that no plan requests.
     """
 
     site: Site

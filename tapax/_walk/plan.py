@@ -79,7 +79,7 @@ class Plan:
     """The values and gradients to capture, and the number of iterations of a while loop to keep.
 
     If the plan is `changing`, they are the values and gradients to edit; if it is `replacing`, the
-    values to perturb or to start from.
+    values to perturb, or those at which a cut function starts.
     """
 
     values: Selection

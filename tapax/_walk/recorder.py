@@ -62,7 +62,7 @@ class Recorder:
 
     @property
     def runs_once(self) -> bool:
-        """Whether no loop, branch, mesh or custom rule is around the current body."""
+        """True if no loop, branch, mesh or custom rule is around the current body."""
         return not self.around
 
     def _site(self, call: Call, eqn: Equation, *, grad: bool, pullback: int = 0) -> Site:

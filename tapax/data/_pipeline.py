@@ -83,7 +83,7 @@ class _UnitRows:
             self.statistics[name] = found if known is None else known.merge(found)
 
     def take_chunks(self) -> dict[str, list[np.ndarray]]:
-        """Return the rows as NumPy arrays, and release the memory that they were copied to."""
+        """Return the rows as NumPy arrays, and release the memory with their copies."""
         return {
             name: [_to_numpy(parts.pop(0)) for _ in range(len(parts))]
             for name, parts in self._chunks.items()

@@ -66,6 +66,6 @@ def choose_units(
     if plan.count is None:
         return None
     done = set(storage.units_done().tolist())
-    own = plan.units()[worker.index :: worker.count]
-    meter.expected = sum(len(plan.batch_numbers(unit)) for unit in own if unit not in done)
+    assigned = plan.units()[worker.index :: worker.count]
+    meter.expected = sum(len(plan.batch_numbers(unit)) for unit in assigned if unit not in done)
     return processes.agree_on_units(UnitQueue(plan, worker, storage, take_over=take_over))

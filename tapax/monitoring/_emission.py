@@ -57,19 +57,19 @@ class Emission:
 
 
 @dataclasses.dataclass(frozen=True)
-class When:
+class CountedIteration:
     """The number of an iteration, and whether it counts.
 
-    `live` says so for the example, and `here` for the device.
+    `active` says so for the example, and `on_device` for the device.
     """
 
     number: Value
-    live: Value
-    here: Value
+    active: Value
+    on_device: Value
 
     @property
     def arrays(self) -> tuple[Value, ...]:
-        return self.number, self.live, self.here
+        return self.number, self.active, self.on_device
 
 
 class EmitEffect(_jax.Effect):
@@ -84,20 +84,20 @@ emit_p = _jax.Primitive("emit")
 emit_p.multiple_results = True
 
 
-def emit(emission: Emission, when: When, arrays: Sequence[Value]) -> None:
+def emit(emission: Emission, iteration: CountedIteration, arrays: Sequence[Value]) -> None:
     """Send the arrays of the entries of `emission` to the host."""
-    emit_p.bind(*when.arrays, *arrays, emission=emission)
+    emit_p.bind(*iteration.arrays, *arrays, emission=emission)
 
 
-def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
+def merge_examples(entry: Entry, size: int, active: Value) -> Entry:
     """Merge the examples, or the devices, along a new first axis of the arrays of an entry.
 
-    `live` masks the examples that count; it is None if all of them count.
+    `active` masks the examples that count; it is None if all of them count.
     """
     reduction, state, valid = entry.reduction, entry.state, entry.valid
     assert reduction is not None
-    if live is not None:
-        valid = live if valid is None else valid * align(live, valid.ndim).astype(valid.dtype)
+    if active is not None:
+        valid = active if valid is None else valid * align(active, valid.ndim).astype(valid.dtype)
     if reduction.reducer.over_maps:
         merged = reduction.merge(reduction.masked(state, valid), entry.lead)
         # Without a mask every entry is valid: nothing is emitted unless some example counts.
@@ -115,15 +115,17 @@ def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
     )
 
 
-def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emission) -> list[Any]:
+def _send(
+    number: Value, active: Value, on_device: Value, *arrays: Value, emission: Emission
+) -> list[Any]:
     """Call the host, with one operand for all numbers of a dtype."""
     given = iter(arrays)
     entries = [entry.with_arrays(given) for entry in emission.entries]
     statistics = PackedArrays.of(make_taps(entries, emission.sites) if entries else None)
     layout = statistics.layout  # the host must not keep the traced arrays
 
-    def receive(when: np.ndarray, *packed: np.ndarray) -> None:
-        number, counts = when.tolist()
+    def receive(iteration: np.ndarray, *packed: np.ndarray) -> None:
+        number, counts = iteration.tolist()
         if counts:
             # Copy the operands, because the program reuses their memory.
             copies = [x.copy() for x in packed]
@@ -131,8 +133,8 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
             emission.receive(number, unpack if copies else None)
 
     # Each operand of a callback costs time, so pass as few as possible.
-    when = jnp.stack([number, jnp.asarray(live & here, number.dtype)])
-    _jax.call_host(receive, when, *statistics.packed)
+    iteration = jnp.stack([number, jnp.asarray(active & on_device, number.dtype)])
+    _jax.call_host(receive, iteration, *statistics.packed)
     return []
 
 
@@ -150,26 +152,26 @@ def _batch(axis_data: Any, args: Args, dims: Any, *, emission: Emission) -> Any:
     size = axis_data.size
     if all(d is None for d in dims):
         return emit_p.bind(*args, emission=emission), []
-    when, dim = When(*args[:3]), When(*dims[:3])
-    mask = None if dim.live is None else jnp.moveaxis(when.live, dim.live, 0)
-    when = When(
+    iteration, dim = CountedIteration(*args[:3]), CountedIteration(*dims[:3])
+    mask = None if dim.active is None else jnp.moveaxis(iteration.active, dim.active, 0)
+    iteration = CountedIteration(
         # If the examples end their loops one by one, the running examples have the largest.
-        when.number if dim.number is None else jnp.max(when.number),
-        when.live if mask is None else jnp.any(mask),
-        when.here if dim.here is None else jnp.all(when.here),
+        iteration.number if dim.number is None else jnp.max(iteration.number),
+        iteration.active if mask is None else jnp.any(mask),
+        iteration.on_device if dim.on_device is None else jnp.all(iteration.on_device),
     )
     given = zip(args[3:], dims[3:], strict=True)
     entries: list[Entry] = []
     for entry in emission.entries:
-        own = [next(given) for _ in entry.arrays]
-        if all(d is None for _, d in own):
-            entries.append(entry.with_arrays(x for x, _ in own))
+        mapped = [next(given) for _ in entry.arrays]
+        if all(d is None for _, d in mapped):
+            entries.append(entry.with_arrays(x for x, _ in mapped))
             continue
-        spread = [batching.bdim_at_front(x, d, size) for x, d in own]
+        spread = [batching.bdim_at_front(x, d, size) for x, d in mapped]
         entries.append(merge_examples(entry.with_arrays(iter(spread)), size, mask))
     arrays = [a for e in entries for a in e.arrays]
     merged = dataclasses.replace(emission, entries=tuple(e.bare for e in entries))
-    return emit_p.bind(*when.arrays, *arrays, emission=merged), []
+    return emit_p.bind(*iteration.arrays, *arrays, emission=merged), []
 
 
 def _jvp(primals: PyTree, tangents: PyTree, *, emission: Emission) -> Any:

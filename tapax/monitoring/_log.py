@@ -240,10 +240,10 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
     """
     start = 0
     for sink in sinks:
-        held = _held_steps(sink)
-        if held is None or held[1] < start:
+        stored = _stored_steps(sink)
+        if stored is None or stored[1] < start:
             continue
-        name, last, steps = held
+        name, last, steps = stored
         start = last // every * every + every
         warnings.warn(
             f"{name} contains {steps}, so the steps of this run are numbered from {start}. Pass "
@@ -253,7 +253,7 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
     return start
 
 
-def _held_steps(sink: Any) -> tuple[str, int, str] | None:
+def _stored_steps(sink: Any) -> tuple[str, int, str] | None:
     """Return the name of a log, its last step, and its steps in words; None if it is empty."""
     if isinstance(sink, (Log, jsonl, PartFolder)):
         steps = (sink if isinstance(sink, Log) else open_log(sink.path)).steps

@@ -24,9 +24,7 @@ LogEntry = tuple[int, Mapping[str, Number]] | AlertEvent | Flow
 
 def unwritable(path: Path, error: OSError) -> OSError:
     why = error.strerror or str(error)
-    return OSError(
-        f"The log {str(path)!r} cannot be written: {why}. Give a path that you can write to."
-    )
+    return OSError(f"The log {str(path)!r} cannot be written: {why}. Choose a writable path.")
 
 
 def check_version(path: Path, version: Any) -> None:

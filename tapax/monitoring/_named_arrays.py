@@ -58,10 +58,10 @@ def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list
     for name, value in given:
         for path, module in _objects_in(value):
             roots.setdefault(id(module), join(name, path))
-    held = closed_over_modules(step, registry.loaded_adapters())
-    held = [(name, module) for name, module in held if id(module) not in roots]
-    roots |= {id(module): name for name, module in held}
-    return [Argument(name, value, roots) for name, value in (*given, *held)]
+    closed_over = closed_over_modules(step, registry.loaded_adapters())
+    closed_over = [(name, module) for name, module in closed_over if id(module) not in roots]
+    roots |= {id(module): name for name, module in closed_over}
+    return [Argument(name, value, roots) for name, value in (*given, *closed_over)]
 
 
 def name_models(arguments: Iterable[Argument], parameters: Collection[str]) -> dict[str, str]:
@@ -140,12 +140,14 @@ def _returned(argument: Argument, names: frozenset[str], result: PyTree) -> dict
     parts = [(argument.name, argument.value)]
     while parts:
         prefix, part = parts[0]
-        own = Argument(prefix, part, argument.roots)
-        if not names <= own.arrays().keys():
+        part_argument = Argument(prefix, part, argument.roots)
+        if not names <= part_argument.arrays().keys():
             return None
         matching = _shallowest(result, _signature(part))
         if len(matching) == 1:
-            twin = dataclasses.replace(own, value=matching[0], roots=_twin_roots(own, matching[0]))
+            twin = dataclasses.replace(
+                part_argument, value=matching[0], roots=_twin_roots(part_argument, matching[0])
+            )
             return {name: x for name, x in twin.arrays().items() if name in names}
         if matching:
             return None

@@ -146,7 +146,7 @@ class Reader:
             if others:
                 names = ", ".join(event.site for event in others[:5])
                 rest = f" and {len(others) - 5} more" if len(others) > 5 else ""
-                more = f" So it is with {names}{rest}."
+                more = f" The same holds for {names}{rest}."
             warn(first.message + more, AlertWarning)
 
 

@@ -32,7 +32,7 @@ from tapax._walk.entries import Entry, Slots
 from tapax._walk.folds import Folds
 from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
-from tapax.monitoring._emission import Emission, Receiver, When, emit, merge_examples
+from tapax.monitoring._emission import CountedIteration, Emission, Receiver, emit, merge_examples
 
 
 class Receivers(Protocol):
@@ -124,18 +124,18 @@ class StreamHooks(WalkHooks):
         emission: Emission,
         entries: Sequence[Entry],
         number: Value,
-        live: Value,
+        active: Value,
     ) -> None:
         """Emit the entries of one iteration; in a shard_map, the first device emits for all."""
-        here = typed.asarray(True)
+        on_device = typed.asarray(True)
         for axis in (a for a in walk.around if a.kind is Kind.SHARD_MAP):
-            here &= jax.lax.axis_index(axis.name) == 0
+            on_device &= jax.lax.axis_index(axis.name) == 0
             entries = [_gathered(entry, axis) for entry in entries]
         arrays = [a for e in entries for a in e.arrays]
         bare = tuple(e.bare for e in entries)
         # A new emission each time, so that the compiler does not merge two callbacks.
-        own = dataclasses.replace(emission, entries=bare, conditional=bool(self._branches))
-        emit(own, When(number, live, here), arrays)
+        emitted = dataclasses.replace(emission, entries=bare, conditional=bool(self._branches))
+        emit(emitted, CountedIteration(number, active, on_device), arrays)
 
     def _scan(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         loop, every = Scan.of(eqn, args), self._every

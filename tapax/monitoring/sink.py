@@ -142,7 +142,7 @@ class tensorboard:
         except OSError as error:
             raise OSError(
                 f"TensorBoard's folder {self._folder!r} cannot be written: "
-                f"{error.strerror or error}. Give a path that you can write to."
+                f"{error.strerror or error}. Choose a writable path."
             ) from error
 
     def __repr__(self) -> str:
@@ -228,8 +228,8 @@ class wandb:
         self._defined: tuple[Any, set[str]] = None, set()
         if run is None and self._wandb.run is None:
             raise RuntimeError(
-                "There is no run of Weights & Biases to log to. Call wandb.init() first, or give "
-                "a run: tapax.sink.wandb(run)."
+                "There is no active run of Weights & Biases. Call wandb.init() first, or give a "
+                "run: tapax.sink.wandb(run)."
             )
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ __all__ = [
     "weight_noise",
 ]
 
-# The layers are subclasses of Flax's, which is imported with the first of them.
+# The layers are subclasses of layers of Flax, which is imported with the first of them.
 __getattr__, __dir__ = load_lazily(
     __name__,
     __all__,

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class _RunNeeded(Transform):
-    """Runs a program without the operations that its results do not need.
+    """The transform that runs a program without the operations that its results do not need.
 
     A cut leaves the marks after it in the program, and these keep the values that they mark.
     """

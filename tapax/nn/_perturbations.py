@@ -49,9 +49,10 @@ class Perturbation:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout(Perturbation):
-    """Sets elements to zero with the probability `rate`, and scales the others by 1 / (1 - rate).
+    """Dropout: elements become zero with the probability `rate`.
 
-    Elements along the axes `broadcast_dims` are dropped together.
+    The other elements are multiplied by 1 / (1 - rate). Elements along the axes `broadcast_dims`
+    are dropped together.
     """
 
     rate: float
@@ -84,7 +85,7 @@ class Dropout(Perturbation):
 
 @dataclasses.dataclass(frozen=True)
 class Noise(Perturbation):
-    """Adds normal noise of standard deviation `std`; if `relative`, relative to the rms."""
+    """Normal noise of the standard deviation `std`; if `relative`, relative to the rms."""
 
     std: float
     relative: bool = False

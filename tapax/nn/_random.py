@@ -74,7 +74,7 @@ class RandomFunction:
             s for p in self.perturbations if not isinstance(p, WeightNoise) for s in p.sites
         )
         plan = Plan.make(sites, None, changing=True, names=("at", ""))
-        transforms = (_Perturb(plan, self.perturbations, plain) for plain in (False, True))
+        transforms = (_PerturbTransform(plan, self.perturbations, plain) for plain in (False, True))
         self._whole, self._whole_after_plain = (TransformedFunction(fn, t) for t in transforms)
         self._from_trunk = compiled(self._draw_from_trunk)
 
@@ -226,8 +226,11 @@ def _select_weights(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Perturb(Transform):
-    """Runs a program with perturbations, for one key, or for several keys with stacked results."""
+class _PerturbTransform(Transform):
+    """The transform that runs a program with perturbations, for one key or for several keys.
+
+    The results for several keys are stacked.
+    """
 
     plan: Plan
     perturbations: tuple[Perturbation, ...]

@@ -152,17 +152,17 @@ class Measurement:
         starts = self.equations.body_starts(eqn, number)
         here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
         chosen = self._stage(eqn.params["branches"][here], values, starts[here], level)
-        own = len(eqn.outvars)
+        num_results = len(eqn.outvars)
 
         def branch_of(body: Jaxpr) -> Branch:
             def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
                 results = _jax.as_function(body)(*flat)
-                return results[:own], results[own:]
+                return results[:num_results], results[num_results:]
 
             return branch
 
         bodies = [chosen if i == here else strip(b) for i, b in enumerate(eqn.params["branches"])]
-        types = [[v.aval for v in _jax.open_jaxpr(body).outvars[own:]] for body in bodies]
+        types = [[v.aval for v in _jax.open_jaxpr(body).outvars[num_results:]] for body in bodies]
         outs, measures = bind_cond(eqn, index, values, [branch_of(b) for b in bodies], types)
         return outs, measures[here]
 
@@ -174,12 +174,14 @@ class Measurement:
         staged = self._stage(loop.body, [*loop.consts, *init, *single], 0, level)
 
         def step(carry: PyTree, x: Value) -> Any:
-            state, held, count = carry
-            outs, held = self._iterate(staged, [*loop.consts, *state, *x], held, count, level)
-            return (outs[: len(init)], held, count + 1), outs[len(init) :]
+            state, measures, count = carry
+            outs, measures = self._iterate(
+                staged, [*loop.consts, *state, *x], measures, count, level
+            )
+            return (outs[: len(init)], measures, count + 1), outs[len(init) :]
 
-        (state, held, _), ys = loop.run(step, (init, _nothing(staged), jnp.int32(0)))
-        return [*state, *ys], held
+        (state, measures, _), ys = loop.run(step, (init, _nothing(staged), jnp.int32(0)))
+        return [*state, *ys], measures
 
     def _while(self, eqn: Equation, args: list[Value], level: int) -> Measured:
         loop = While.of(eqn, args, strip(eqn.params["cond_jaxpr"]))
@@ -190,21 +192,21 @@ class Measurement:
             return loop.any_goes_on(carry[0]) & (carry[2] <= self.target.times[level - 1])
 
         def step(carry: PyTree) -> Any:
-            state, held, count = carry
-            new, held = self._iterate(staged, [*loop.consts, *state], held, count, level)
-            return loop.keep_finished(new, state), held, count + 1
+            state, measures, count = carry
+            new, measures = self._iterate(staged, [*loop.consts, *state], measures, count, level)
+            return loop.keep_finished(new, state), measures, count + 1
 
         carry = loop.init, _nothing(staged), jnp.int32(0)
-        state, held, _ = lax.while_loop(check, step, carry)
-        return list(state), held
+        state, measures, _ = lax.while_loop(check, step, carry)
+        return list(state), measures
 
     def _iterate(
-        self, staged: Jaxpr, args: list[Value], held: Measures, count: Value, level: int
+        self, staged: Jaxpr, args: list[Value], measures: Measures, count: Value, level: int
     ) -> Measured:
         """Run an iteration; return its results, and its measures if it is the target."""
         *outs, reals, counts = _jax.as_function(staged)(*args)
         wanted = count == self.target.times[level - 1]
-        pairs = zip([reals, counts], held, strict=True)
+        pairs = zip([reals, counts], measures, strict=True)
         return outs, [jnp.where(wanted, new, old) for new, old in pairs]
 
     def _shard_map(self, eqn: Equation, args: list[Value], level: int) -> Measured:
@@ -229,5 +231,5 @@ def _nothing(staged: Any) -> Measures:
 
 
 def _split(eqn: Equation, results: Sequence[Any]) -> Measured:
-    own = len(eqn.outvars)
-    return list(results[:own]), list(results[own:])
+    num_results = len(eqn.outvars)
+    return list(results[:num_results]), list(results[num_results:])

@@ -37,7 +37,7 @@ def is_marked(eqn: Equation, jaxpr: Jaxpr) -> bool:
 
 
 class ResultFlow(ForwardAnalysis[bool]):
-    """Follows the results of one equation through a program with every operation marked.
+    """The flow of the results of one equation through a program with every operation marked.
 
     Attributes:
         is_value: True if a value of the forward pass depends on the results before any derivative.

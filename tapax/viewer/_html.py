@@ -42,8 +42,7 @@ def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> Non
     except OSError as error:
         why = error.strerror or str(error)
         raise OSError(
-            f"The page cannot be written to {str(target)!r}: {why}. Give a path that you "
-            "can write to."
+            f"The page cannot be written to {str(target)!r}: {why}. Choose a writable path."
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -84,7 +84,7 @@ def test_operations_of_the_other_side(name):
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: f])
-def test_cuts_are_functions(transform):
+def test_cut_functions_compose_with_transformations(transform):
     close(transform(tapax.prefix(residual, "h"))(X), jnp.sin(X))
     close(transform(tapax.suffix(residual, "h"))(X, 2 * X), jnp.cos(X) + jnp.tanh(2 * X))
     close(jax.grad(lambda x: jnp.sum(tapax.prefix(residual, "h")(x)))(X), jnp.cos(X))
@@ -190,7 +190,7 @@ def test_after_the_cut_means_after_in_the_data():
     assert operations(tapax.suffix(f, "h"), X, X)["cos"] == 1
 
 
-def test_other_loops_stay():
+def test_loops_on_the_kept_side_of_a_cut_stay():
     def f(x):
         x = lax.scan(lambda c, t: (jnp.sin(c * t), None), x, T)[0]
         x = tapax.sow(x, "h")
@@ -280,7 +280,7 @@ def test_a_cut_function_compiles_once():
     assert len(traces) == 1
 
 
-def test_on_a_mesh(mesh):
+def test_a_function_is_cut_inside_a_shard_map(mesh):
     spec = jax.sharding.PartitionSpec("a", "b")
     f = jax.jit(jax.shard_map(residual, mesh=mesh, in_specs=spec, out_specs=spec))
     x = jnp.arange(16.0).reshape(4, 4)

@@ -207,7 +207,7 @@ def test_calls_of_a_shared_function_in_loops_of_several_lengths():
     close(tapax.perturbed(f)(point, X), c)
 
 
-def test_edits_by_site():
+def test_selections_pick_the_sites_that_an_edit_changes():
     f = lambda x: tapax.sow(jnp.sin(tapax.sow(x * 2, "ab")), "abc")
     seen = {}
 
@@ -267,7 +267,7 @@ def test_edit_of_a_slice_of_iterations(step):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_an_iteration_is_where_its_value_lies(reverse):
+def test_an_edit_of_one_iteration_changes_the_value_that_a_capture_has_there(reverse):
     f = lambda x: lax.scan(lambda c, t: (tapax.sow(c * t, "h"),) * 2, x, T, reverse=reverse)[1]
     edited = tapax.edit(f, {tapax.at("h", step=0): 7.0})(X)
     assert_close(edited[0], 7.0)
@@ -364,7 +364,7 @@ def test_other_arrays_and_steps_compile_nothing():
     assert len(seen) == first and len(traces) == 1
 
 
-def test_closed_over_tracers():
+def test_an_edit_may_close_over_traced_values():
     f = lambda s: tapax.edit(chain, {"h": lambda h: h * s})(X)
     hand = lambda s: by_hand(X, dict.fromkeys(range(3), lambda h: h * s))
     close(jax.jit(f)(2.0), hand(2.0))
@@ -436,7 +436,7 @@ def test_an_edit_that_edits_and_captures():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool", "complex64"])
-def test_types_are_kept(dtype):
+def test_an_edit_keeps_the_dtype_of_the_value(dtype):
     x = jnp.ones(3, dtype)
     f = lambda x: tapax.sow(x, "h")
     flip = jnp.logical_not if dtype == "bool" else lambda h: -h
@@ -462,7 +462,7 @@ def test_edits_keep_64_bit_precision():
         assert tapax.edit(scan, {tapax.at("h", step=1): 10})(jnp.int64(0)) == 12
 
 
-def test_keys_are_values():
+def test_random_keys_are_edited_like_arrays():
     key, other = jax.random.key(0), jax.random.key(5)
     f = lambda k: jax.random.normal(tapax.sow(k, "k"), (3,))
     fold = lambda k: jax.random.fold_in(k, 1)
@@ -541,7 +541,7 @@ def test_an_edit_that_fails_leaves_nothing_behind():
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_on_a_mesh(mesh, checked, wrap):
+def test_values_inside_a_shard_map_are_edited(mesh, checked, wrap):
     x = jnp.arange(16.0).reshape(4, 4)
 
     def program(sow):

@@ -294,7 +294,7 @@ def test_derivatives_of_edited_steps():
     close(jax.vmap(edited)(T), jnp.stack([hand(s) for s in T]))
 
 
-def test_edits_of_edits():
+def test_an_edited_function_is_edited_again():
     f = jax.grad(jax.jit(tapax.edit(straight(tapax.sow), {"h": lambda h: h**2})))
     f = tapax.edit(f, {"h": jnp.sin}, {"h": lambda g: 3 * g})
     both = by_hand(lambda h: jnp.sin(h**2), lambda g: 3 * g)
@@ -368,7 +368,7 @@ def test_memory_of_a_recomputed_scan_stays_low():
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_on_a_mesh(mesh, checked):
+def test_gradients_inside_a_shard_map_are_edited(mesh, checked):
     x = jnp.arange(16.0).reshape(4, 4) / 8
 
     def step(sow):

@@ -49,7 +49,7 @@ def test_every_way_to_take_them(inner, outer):
     close(outer(tapax.jacobian(f, of=None, wrt="h"))(W, X), EXPECTED["h"])
 
 
-def test_selected_sites_alone():
+def test_only_selected_sites_have_gradients():
     assert set(tapax.grad(loss, "y")(W, X)) == {"y"}
     close(tapax.grad(loss, "h")(W, X)["h"], EXPECTED["h"])
     close(tapax.grad(loss, tapax.ops("tanh"))(W, X)["tanh"], EXPECTED["h"])
@@ -228,7 +228,7 @@ def test_composed_with_captures_and_edits():
     close(scaled, {"h": 21 * h**2, "y": 10 * h})
 
 
-def test_jacobians_of_sites():
+def test_jacobians_between_sites_agree_with_formulas():
     h = jnp.tanh(W @ X)
     for f in (loss, jax.jit(loss)):
         close(tapax.jacobian(f, of="y", wrt="h")(W, X), jnp.diag(2 * h))
@@ -334,7 +334,7 @@ def test_a_hand_split_loss_has_the_same_operations():
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_on_a_mesh(mesh, checked):
+def test_gradients_of_sites_inside_a_shard_map_are_divided(mesh, checked):
     x = jnp.arange(16.0).reshape(4, 4) / 8
 
     def local(x):

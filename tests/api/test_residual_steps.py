@@ -194,9 +194,6 @@ def test_a_gradient_inside_of_remat_is_found():
     assert table_types(table)[0] == jax_residuals(losses.shared, *arrays(W, X))[0]
 
 
-# --- Meshes -------------------------------------------------------------------------------------
-
-
 def mesh_of(kind):
     return jax.make_mesh((4,), ("d",), axis_types=(kind,))
 

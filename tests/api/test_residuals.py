@@ -125,7 +125,7 @@ def test_the_bytes_that_a_policy_saves_are_saved_by_the_compiler():
     assert sizes[0] - sizes[1] == temporary[0] - temporary[1]
 
 
-def test_nothing_is_computed():
+def test_listing_residuals_computes_nothing():
     calls = []
 
     def loss(w):
@@ -208,9 +208,6 @@ def test_a_penalty_on_a_gradient_is_a_loss():
 
     table = tapax.residuals(loss)(*arrays(W, X))
     assert table_types(table) == jax_residuals(loss, *arrays(W, X))
-
-
-# --- Errors -------------------------------------------------------------------------------------
 
 
 def test_a_function_without_loss_and_gradient_is_refused():

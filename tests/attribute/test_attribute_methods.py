@@ -139,7 +139,7 @@ def test_logit_lens_unembeds_every_layer():
     close(attribute.logit_lens(scanned, "resid")(P, CLEAN), [difference(x) for x in want])
 
 
-def test_direct_logit_attribution():
+def test_direct_logit_attributions_sum_to_the_logits():
     """With a frozen norm scale, the contributions are linear and sum to the logits."""
     here = values_of(P, CLEAN)
     parts = ["embed", *(f"{i}/{p}" for i in range(LAYERS) for p in ("attn", "mlp"))]

@@ -182,7 +182,7 @@ def test_every_need_of_a_value_is_seen(fn):
     assert_close(out, fn(X, 1))
 
 
-def test_an_error_of_the_functions_own_is_raised_as_it_is():
+def test_an_error_that_the_function_raises_is_unchanged():
     def fn(x, n):
         raise ValueError("its own")
 
@@ -321,7 +321,7 @@ def test_capture_composes_with_transformations():
     assert isinstance(taps, tapax.Taps)
 
 
-def test_ahead_of_time():
+def test_a_captured_function_compiles_ahead_of_time():
     captured = tapax.capture(jax.jit(sown))
     compiled = jax.jit(tapax.capture(sown)).lower(X).compile()
     assert_close(compiled(X)[1].values["h"], 2 * X)
@@ -396,7 +396,7 @@ def test_an_exception_leaves_nothing_behind():
     assert set(taps.values) == {"s/h", "s/mul"}
 
 
-def test_sites_computes_nothing():
+def test_listing_sites_computes_nothing():
     ran = []
 
     def fn(x):

@@ -50,9 +50,6 @@ def paths_of(groups):
     return [group.hidden_paths for group in groups]
 
 
-# --- perturbations ------------------------------------------------------------------------------
-
-
 def write_twice(m, x):
     m.a.value = 3 * x
     m.b.value = 2 * m.a.value
@@ -118,9 +115,6 @@ def test_perturb_data_that_does_not_fit_is_refused_in_the_words_of_braintrace():
         ValueError, match=r"at the path \('h',\), which has no perturbation.* are 'k'"
     ):
         other.perturb_data_to_hidden_group_data(p.init_perturb_data(), groups)
-
-
-# --- while loops --------------------------------------------------------------------------------
 
 
 def settle(h, x, steps=3):
@@ -202,9 +196,6 @@ def test_integers_of_a_loop_are_not_stopped_and_its_values_are():
     (loop,) = (e for e in p.perturb_jaxpr.eqns if e.primitive.name == "while")
     floats = [v for v in loop.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     assert {e.outvars[0] for e in stopped} == set(floats)
-
-
-# --- groups -------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):

@@ -80,7 +80,7 @@ MODELS = [MLP(), Methods(), Twice()]
         {"capture_intermediates": lambda m, name: False},
     ],
 )
-def test_as_linen_does(model, options):
+def test_apply_returns_what_linen_returns(model, options):
     variables = model.init(KEY, X)
     variables = {"params": variables["params"]}
     same(apply(model, variables, X, **options), model.apply(variables, X, **options))
@@ -103,7 +103,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_state_and_rngs(frozen):
+def test_apply_updates_state_and_takes_random_keys_as_linen_does(frozen):
     variables = Stateful().init(KEY, X, train=False)
     variables = freeze(variables) if frozen else variables
     options = {"mutable": ["batch_stats"], "rngs": {"dropout": KEY}, "train": True}
@@ -152,9 +152,6 @@ def test_the_same_call_is_traced_once():
     for i in range(3):
         apply(Net(), variables, i * X, capture_intermediates=True)
     assert len(traced) == 1
-
-
-# --- the tests of Linen itself -----------------------------------------------------------------
 
 
 class Sows(nn.Module):
@@ -229,9 +226,6 @@ def test_perturb_without_perturbations_does_nothing():
         apply(Compact(), {**params, "perturbations": {}}, X)
 
 
-# --- where Linen loses people ------------------------------------------------------------------
-
-
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
@@ -288,7 +282,7 @@ def test_undeclared_collections_work_like_declared_ones(kind):
 
 @pytest.mark.parametrize("kind", ["scan", "remat", "vmap", "raw", "twice"])
 @pytest.mark.parametrize("nonzero", [False, True])
-def test_every_call_and_iteration_has_its_own_perturbation(kind, nonzero):
+def test_every_call_and_iteration_has_a_separate_perturbation(kind, nonzero):
     model = Loop(kind)
     params = {"params": model.init(KEY, X)["params"]}
     count = 2 if kind == "twice" else 3
@@ -369,15 +363,12 @@ def test_an_apply_inside_another_is_separate():
     same(apply(model, variables, X, **options), model.apply(variables, X, **options))
 
 
-def test_inside_a_capture():
+def test_apply_works_inside_a_capture():
     variables = {"params": MLP().init(KEY, X)["params"]}
     run = lambda v, x: apply(MLP(), v, x, capture_intermediates=True)
     (out, state), taps = tapax.capture(run)(variables, X)
     same((out, state), MLP().apply(variables, X, capture_intermediates=True))
     np.testing.assert_array_equal(taps.values["MLP/Dense_0"].shape, (2, 4))
-
-
-# --- bad input ---------------------------------------------------------------------------------
 
 
 def test_one_perturbation_for_several_calls():

@@ -84,9 +84,6 @@ def hand(model, x):
     return values
 
 
-# --- like the tests of Flax -----------------------------------------------------------------------
-
-
 @both
 @pytest.mark.parametrize("form", ["module", "method", "function", "decorator"])
 def test_capture_of_a_module_a_method_or_a_function(capture, form):
@@ -142,7 +139,7 @@ def test_each_type_has_a_separate_state(capture):
 
 
 @both
-def test_calls_are_kept(capture):
+def test_values_of_all_calls_are_in_one_tuple(capture):
     model = Foo()
     _, state = capture(lambda m, x: m(m(x)), nnx.Intermediate)(model, X)
     first = hand(model, X)[0]
@@ -247,7 +244,7 @@ def test_methods_of_a_structure(capture):
 
 @both
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_the_four_steps(capture, wrap):
+def test_the_four_documented_steps_give_gradients(capture, wrap):
     model = Stack()
     _, zeros = capture(model, nnx.Perturbation)(X)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(zeros))

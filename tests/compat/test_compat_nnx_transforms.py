@@ -29,7 +29,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("closed", [False, True], ids=["argument", "closure"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_module_in_transformations(wrap, closed):
+def test_modules_inside_transformations_are_captured(wrap, closed):
     model = Foo()
 
     def run(m, x):
@@ -219,7 +219,7 @@ def test_nested_captures_have_both():
     same(state, inner)
 
 
-def test_module_as_keyword():
+def test_a_module_in_a_keyword_argument_is_captured():
     model = Foo()
     _, state = capture(lambda x, *, net: net(x), nnx.Intermediate)(X, net=model)
     same(state, {"h": tuple(hand(model, X))})
@@ -249,7 +249,7 @@ def test_sow_in_a_second_module(wrap, cls):
     assert not any("tapax" in name for name in vars(teacher))
 
 
-def test_perturbations_and_derived_types_have_their_own_state():
+def test_perturbations_and_derived_types_have_separate_states():
     class Net(Foo):
         def __call__(self, x):
             self.sow(Finer, "x", x)

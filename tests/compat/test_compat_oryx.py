@@ -44,9 +44,6 @@ def scanned(mode, **options):
     return lambda init: lax.scan(body, init, jnp.arange(5.0), **options)
 
 
-# --- the examples of the documentation ----------------------------------------------------------
-
-
 def test_outside_of_a_harvest_sow_is_the_identity_and_binds_nothing():
     tree = {"a": 1.0, "b": (jnp.ones(2), "no array")}
     assert var(tree, name="t") is tree
@@ -57,7 +54,7 @@ def test_outside_of_a_harvest_sow_is_the_identity_and_binds_nothing():
 
 
 @pytest.mark.parametrize("x", [1.0, 5.0])
-def test_the_documented_example(x):
+def test_the_example_of_oryxs_documentation_runs(x):
     same(harvest_var(f)({"y": 0.0}, x), (1.0, {}))
     same(harvest_var(f)({}, x), (x + 2, {"y": x + 1}))
     same(plant_var(f)({"y": 0.0}, x), 1.0)
@@ -99,7 +96,7 @@ def test_a_tag_is_any_hashable(tag):
     same(plant(g, tag=tag)({"x": 5.0}, 1.0), 7.0)
 
 
-def test_the_lists_are_of_names():
+def test_lists_allow_and_block_names():
     g = lambda x: var(x, name="x") + 10 * var(x, name="y")
     same(reap_var(g, blocklist=["x"])(1.0), {"y": 1.0})
     same(reap_var(g, allowlist=["x"])(1.0), {"x": 1.0})
@@ -121,7 +118,7 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     assert not taps.values
 
 
-def test_planting_and_reaping_apart_is_harvesting():
+def test_a_plant_and_a_reap_together_are_a_harvest():
     g = lambda x: var(x, name="x") * var(3 * x, name="y")
     expected = 10.0, {"y": 3.0}
     same(call_var(plant_var(g))({"x": 10.0 / 3}, 1.0), expected)
@@ -155,9 +152,6 @@ def test_the_key_is_tied_to_the_value(key):
     jaxpr = jax.make_jaxpr(g)(3.0, key).jaxpr
     (barrier,) = (e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier")
     assert set(jaxpr.invars) <= set(barrier.invars)
-
-
-# --- nest ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["plain", "jit"])
@@ -195,7 +189,7 @@ def test_a_harvest_in_a_scope_knows_nothing_of_it():
     same(reap(nest(lambda x: plant_var(f)({"y": x}, x), scope="s"), tag="b")(1.0), {})
 
 
-def test_jt_scopes_and_names_do_not_get_into_each_others_way():
+def test_scopes_and_names_of_tapax_do_not_change_those_of_a_harvest():
     def g(x):
         with tapax.scope("outer"):
             x = var(x + 1, name="a/b", mode="clobber")
@@ -205,9 +199,6 @@ def test_jt_scopes_and_names_do_not_get_into_each_others_way():
     _, taps = tapax.capture(call_var(g))(1.0)
     same(dict(taps.values), {"mine": 4.0})
     assert "var/h" in tapax.capture(lambda x: var(x, name="h"))(1.0)[1].values
-
-
-# --- modes --------------------------------------------------------------------------------------
 
 
 def twice(mode):
@@ -266,9 +257,6 @@ def test_a_name_has_one_mode(modes):
     with pytest.raises(tapax.SiteError, match=f"in mode '{modes[0]}', and at .* '{modes[1]}'"):
         reap_var(g)(1.0)
     same(reap(g, tag="other")(1.0), {})
-
-
-# --- bad input ----------------------------------------------------------------------------------
 
 
 def collide(x):
@@ -331,7 +319,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("call", "words"), BAD.values(), ids=BAD)
-def test_bad_input_of_a_harvest(call, words):
+def test_bad_input_of_a_harvest_raises(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 
@@ -365,7 +353,7 @@ def test_work_is_linear_in_the_depth_of_nesting():
     assert sizes[2] - sizes[1] <= 2 * (sizes[1] - sizes[0]) + 4
 
 
-def test_the_public_names():
+def test_the_public_names_are_those_of_oryx():
     assert set(oryx.__all__) == {
         "call_and_reap", "harvest", "nest", "plant", "reap", "sow", "sow_cond",
     }  # fmt: skip

@@ -130,9 +130,6 @@ def test_sow_cond_clobbers_only_where_the_predicate_holds():
     same(g(jnp.array(True), 1.0), 2.0)
 
 
-# --- branches -----------------------------------------------------------------------------------
-
-
 def switched(index, x, mode="strict"):
     branches = [
         lambda x: var(x, name="x", mode=mode) + 2,
@@ -247,7 +244,7 @@ def test_two_conditionals_are_two_sows():
 
 
 @pytest.mark.parametrize("outer", [True, False], ids=["vmap(reap)", "reap(vmap)"])
-def test_conditionals_in_conditionals(outer):
+def test_nested_conditionals_under_vmap_reap_the_branch_that_ran(outer):
     def g(p, q, x):
         jitted = jax.jit(lambda x: var(2 * x, name="x"))
         inner = lambda x: lax.cond(q, lambda x: var(x, name="x"), jitted, x)
@@ -269,9 +266,6 @@ def test_appended_in_branches_of_a_scan():
         return lax.scan(jax.jit(body), x, jnp.arange(4.0))[0]
 
     same(call_var(g)(1.0), (-1.0, {"x": np.array([1.0, -1.0, 1.0, -1.0])}))
-
-
-# --- transformations ----------------------------------------------------------------------------
 
 
 def test_under_jit_closed_over_values_are_seen():
@@ -398,7 +392,7 @@ def test_the_sows_of_a_differentiated_function_with_a_rule_are_not_reaped():
     same(jax.value_and_grad(call_var(custom("vjp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
 
 
-def test_the_backward_rule():
+def test_a_value_that_a_backward_rule_sows_is_reaped():
     def pull(ct):
         return jax.vjp(custom("vjp", "bwd"), 2.0)[1](ct)
 
@@ -417,7 +411,7 @@ def test_reap_and_plant_in_shard_map(mesh, mode):
     same(plant_var(jax.jit(g))({"part": jnp.asarray(-parts)}, x), np.array([-4.0, -8.0]))
 
 
-def test_loops_and_meshes(mesh):
+def test_harvests_work_in_loops_around_and_inside_meshes(mesh):
     double = lambda x: var(2 * x, name="h", mode="append")
     x, parts = jnp.arange(4.0), np.arange(4.0).reshape(2, 2)
     spec = {"mesh": mesh, "in_specs": P("a"), "out_specs": P("a")}

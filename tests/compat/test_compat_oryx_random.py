@@ -116,7 +116,7 @@ def nested(reaps):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_random_program(seed):
+def test_random_programs_are_harvested_as_by_hand(seed):
     rng = np.random.default_rng(seed)
     ops = generate(rng)
     out, reaps = by_hand(ops, 0.8)

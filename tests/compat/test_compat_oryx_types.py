@@ -105,9 +105,6 @@ def test_a_weak_reap_is_differentiated_and_mapped():
     same(jax.jvp(reap_var(g), (3.0,), (1.0,)), ({"x": 9.0}, {"x": 6.0}))
 
 
-# --- plants -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint])
 def test_a_number_is_planted_where_another_kind_of_number_is_sown(wrap):
     g = wrap(lambda x: x * var(717, name="y"))

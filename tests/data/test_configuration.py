@@ -70,7 +70,7 @@ def test_a_site_with_the_name_of_a_column_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("to", [None, 3])
-def test_a_folder_that_is_no_path_is_refused_before_anything_is_traced(to):
+def test_a_folder_that_is_not_a_path_is_refused_before_anything_is_traced(to):
     def fn(x):
         raise AssertionError("traced")
 

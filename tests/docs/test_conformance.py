@@ -46,7 +46,7 @@ def case(name):
 @pytest.mark.many
 @pytest.mark.parametrize("column", OURS, ids=lambda column: column.name)
 @pytest.mark.parametrize("name", SOME)
-def test_tapax_is_right(name, column):
+def test_tapax_is_right_in_a_sample_of_the_cases(name, column):
     value, gradient = judge(load(column.library), case(name))
     assert value.mark in (WORKS, MISSING), value.why
     assert gradient.mark in (WORKS, MISSING, UNDEFINED), gradient.why

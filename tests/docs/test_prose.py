@@ -1,7 +1,10 @@
-"""The prose of pages and of public docstrings keeps the rules of style that a pattern can check."""
+"""Pages, docstrings, comments, errors and test names keep the rules that a pattern can check."""
 
+import ast
 import inspect
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from tests.docs.public_names import list_public
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("tapax", "tests", "conformance", "benchmarks", "examples", "scripts", "docs")
 
 START = r"(?:^|(?<=[.!?:] ))"
 HABITS = {
@@ -23,6 +27,7 @@ HABITS = {
         r"(?! (?:longer|more|less|larger|smaller|slower|faster|better|worse|different|other))"
     ),
     "a possessive without its noun": r"\bof [A-Z]\w+'s(?=[.,;:)]|$)",
+    "a preposition at the end of a sentence": r"(?<!\.)\b(?:of|for|with|to|from|by|at)[.;](?=\s|$)",
     "an exclamation": r"(?<=[a-z])!(?=\s|$)",
 }
 ALLOWED = ()
@@ -43,6 +48,46 @@ def read_docstring(doc):
     """Split a docstring into paragraphs; those of arguments and results may be clauses."""
     prose = re.split(r"^(?:Args|Attributes|Returns|Raises|Example):$", doc, flags=re.MULTILINE)[0]
     return read_paragraphs(prose)
+
+
+def read_comments(source):
+    """Join the comments on successive lines of a program to paragraphs."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+    lines = (
+        ("" if line - 1 in comments else "\n") + comment.lstrip("# ")
+        for line, comment in comments.items()
+    )
+    return read_paragraphs("\n".join(lines))
+
+
+def read_program(source):
+    """List the paragraphs of all docstrings and comments of a program, and the names of tests."""
+    found = read_comments(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found += read_docstring(ast.get_docstring(node) or "")
+            name = getattr(node, "name", "")
+            found += [name.replace("_", " ")] if name.startswith("test_") else []
+    return found
+
+
+def read_messages(source):
+    """List the paragraphs of all sentences in the strings of a program, apart from docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    pieces = {id(x) for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    found = []
+    for node in nodes:
+        if id(node) not in pieces | docstrings:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(getattr(part, "value", "")) for part in parts if is_text(part))
+            found += read_paragraphs(text) if text.count(" ") > 3 else []
+    return found
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def find_habits(paragraphs):
@@ -72,6 +117,46 @@ def test_public_docstrings_keep_to_the_style(name):
             if getattr(each, "__module__", public).startswith("tapax"):
                 faults += [f"{public}: {fault}" for fault in find_habits(read_docstring(doc))]
     assert faults == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_comments_and_test_names_keep_to_the_style(folder):
+    assert [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != Path(__file__)
+        for fault in find_habits(read_program(path.read_text()))
+    ] == []
+
+
+def test_errors_and_warnings_keep_to_the_style():
+    assert [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path in sorted((ROOT / "tapax").rglob("*.py"))
+        for fault in find_habits(read_messages(path.read_text()))
+    ] == []
+
+
+def test_errors_and_warnings_are_read():
+    source = '''
+def f(x):
+    """The string is no array."""
+    if x:
+        raise ValueError(f"The argument {x!r} " "is no array.")
+    raise TypeError("There is no run. Call init() first.")
+'''
+    assert len(find_habits(read_messages(source))) == 1
+
+
+def test_docstrings_comments_and_test_names_are_read():
+    source = '''
+def test_a_string_is_no_array():
+    """Test it. What is tested is a string."""
+    # What follows is code. A string
+    # is no array.
+    return 1
+'''
+    assert len(find_habits(read_program(source))) == 3
 
 
 def test_habits_are_found():

@@ -94,13 +94,13 @@ def test_compressibility_of_a_weakly_coupled_plasma(gamma):
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 1e-2])
-def test_debye_and_hueckel(gamma):
+def test_weak_coupling_gives_the_formula_of_debye_and_hueckel(gamma):
     k = np.linspace(0.02, 3, 40)
     S = only(solve(gamma, **WIDE), k)
     np.testing.assert_allclose(S, k**2 / (k**2 + 3 * gamma), atol=gamma**1.5)
 
 
-def test_published_hnc_energies():
+def test_energies_are_those_of_the_literature():
     """[D]: -0.900470 G + 0.2688263 G^0.5 + 0.0719925 ln G + 0.0537919."""
     gamma = np.array([20.0, 50.0, 100.0, 160.0])
     fit = -0.900470 * gamma + 0.2688263 * gamma**0.5 + 0.0719925 * np.log(gamma) + 0.0537919
@@ -345,7 +345,7 @@ def test_bad_numbers_of_a_grid(grid, message):
         ),
     ],
 )
-def test_bad_wave_numbers(k, message):
+def test_bad_wave_numbers_are_refused(k, message):
     with pytest.raises(ValueError) as error:
         solve(1.0, **SMALL).at(k)
     assert str(error.value) == message

@@ -86,7 +86,7 @@ def test_network_output_agrees_with_numpy(species):
     assert model(x[0]).shape == (species * (species + 1) // 2,)
 
 
-def test_saved_and_loaded(tmp_path):
+def test_a_loaded_model_equals_the_saved_one(tmp_path):
     model, x = new(2, widths=(8, 16)), rows(species=2)
     model.save(tmp_path / "model")
     twin = NNModel.load(tmp_path / "model")
@@ -193,7 +193,7 @@ def test_a_model_that_is_closed_over(wrap):
     assert_intact(model, x, before)
 
 
-def test_layers_of_training():
+def test_captured_layers_of_a_training_step_are_those_by_hand():
     model, x = new(), rows(32)
     y = np.linspace(0.2, 1.2, 32, dtype="f")[:, None]
     data = train.Data(x, y, 8)
@@ -214,7 +214,7 @@ def test_layers_of_training():
 
 
 @pytest.mark.many
-def test_sensitivities_by_differences():
+def test_sensitivities_agree_with_finite_differences():
     model, x = new(2), rows(species=2).astype(float)
     with jax.enable_x64(True):
         wide = nnx.clone(model)

@@ -28,8 +28,6 @@ from tests.models.brainstate_models import (
 )
 from tests.oracles.closeness import assert_close
 
-# --- names and values ------------------------------------------------------------------------
-
 
 def test_every_module_is_a_site():
     model, twin, x = make(), make(), data()[0]
@@ -200,9 +198,6 @@ def test_quantities_are_tapped_by_their_mantissa():
     assert_close(tapax.capture(jax.grad(loss))(jnp.ones(3))[1].grads["Volts"], 4.0)
 
 
-# --- transforms ------------------------------------------------------------------------------
-
-
 def by_scan(model, x):
     def body(carry, x):
         carry = carry + model(x)
@@ -270,9 +265,6 @@ def test_capture_through_brainstate_transforms(name, grad):
         if grad and name != "while":
             assert taps.grads[site].shape == taps.values[site].shape
             assert np.abs(taps.grads[site]).sum() > 0
-
-
-# --- bad input -------------------------------------------------------------------------------
 
 
 def classes():

@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:The function 
 
 CELLS = [nn.ValinaRNNCell, nn.GRUCell, nn.MGUCell, nn.LSTMCell, nn.URLSTMCell]
 
-# --- states ----------------------------------------------------------------------------------
 
 hidden = {}
 
@@ -245,9 +244,6 @@ def test_sites_leaves_all_states_unchanged():
     names = tapax.sites(train_step)(model, xs).names
     assert "Net/cell" in names
     same(values_of(model), before)
-
-
-# --- new states ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jit", [False, True])

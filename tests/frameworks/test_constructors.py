@@ -150,7 +150,7 @@ def test_an_edit_of_a_model_leaves_the_constructor_of_another_alone():
     assert_close(edited, (0 - 2) * 2 + (60 - 20) * 2)
 
 
-def test_a_model_that_is_made_of_parts_of_another_has_its_own_name():
+def test_a_model_that_is_made_of_parts_of_another_has_a_separate_name():
     class Shifted(eqx.Module):
         kernel: Kernel
         mean: jax.Array

@@ -60,8 +60,6 @@ DECORATORS = {
 }
 
 
-# --- Linen --------------------------------------------------------------------------------------
-
 LINEN = {
     "compact": nn.compact,
     "compact, wraps": lambda f: nn.compact(logged(f)),
@@ -238,9 +236,6 @@ def test_compat_linen_captures_the_intermediates_of_decorated_methods(decorate):
     _, expected = model.apply(variables, X, **given)
     _, state = tapax.compat.linen.apply(model, variables, X, **given)
     jax.tree.map(assert_close, state, expected)
-
-
-# --- other frameworks ---------------------------------------------------------------------------
 
 
 def nnx_net(decorate):

@@ -165,7 +165,7 @@ def test_layers_in_a_shared_node_have_paths():
     close(taps.grads, grads)
 
 
-def test_layers_in_a_shared_node_that_is_no_part_of_a_model_have_paths():
+def test_layers_in_a_shared_node_outside_of_a_model_have_paths():
     layers = [eqx.nn.Linear(D, D, key=jax.random.key(i)) for i in range(2)]
     shared = eqx.nn.Shared(tuple(layers), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
 

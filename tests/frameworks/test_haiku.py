@@ -429,9 +429,6 @@ def test_selections_of_haiku_modules():
         tapax.capture(run, "net/tail")(params, X)
 
 
-# --- Haiku is restored --------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def haiku_as_before():
     before = {cls: dict(cls.__dict__) for cls in (hk.Module, hk.Linear, Block)}

@@ -24,8 +24,6 @@ from tests.oracles.closeness import assert_close
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("keras_as_before")]
 
-# --- Values and names ---------------------------------------------------------------------------
-
 
 def test_values_are_those_of_a_model_with_every_output():
     model = branched()
@@ -143,9 +141,6 @@ def test_a_scope_around_two_models_prefixes_their_sites():
 
     names = tapax.sites(both)(X).names
     assert "teacher/sequential/dense" in names and "sequential_1/dense_2" in names
-
-
-# --- Gradients ----------------------------------------------------------------------------------
 
 
 def make_step(model, optimizer):
@@ -276,8 +271,6 @@ def test_mixed_precision_keeps_sites_in_bfloat16():
     assert_close(tapax.capture(model)(X)[1].values["sequential/dense"], model.layers[0](X))
 
 
-# --- Recurrent layers, masks --------------------------------------------------------------------
-
 SERIES = np.random.default_rng(2).normal(size=(2, 5, 4)).astype("float32")
 
 
@@ -358,9 +351,6 @@ def test_mobilenet_as_published_is_captured():
     table = tapax.sites(model)(np.zeros((1, 32, 32, 3), "float32"))
     assert [site.name for site in table] == [*(x.name for x in model.layers[1:]), model.name]
     assert all(site.shape[1:] == model.get_layer(site.name).output.shape[1:] for site in table[:-1])
-
-
-# --- Inputs and weights of attention ------------------------------------------------------------
 
 
 def test_inputs_of_layers_are_sites_on_request():

@@ -31,9 +31,6 @@ def state_of(model):
     return tuple([v.value for v in group] for group in groups)
 
 
-# --- Variables ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [make_sequential, pytest.param(Net, marks=pytest.mark.many)])
 def test_a_captured_call_changes_variables_like_the_plain_call(make):
     plain, model = make_twins(make)
@@ -256,9 +253,6 @@ def test_threads_capture_keras_models_at_once():
         assert_close(out, wanted)
 
 
-# --- Training -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -340,9 +334,6 @@ def test_a_monitor_watches_train_on_batch():
             assert step(X, Y) == plain.train_on_batch(X, Y)
     assert log.steps.tolist() == [0, 2]
     assert "sequential/dense/grad_rms" in log.names
-
-
-# --- Edits and searches -------------------------------------------------------------------------
 
 
 def test_values_inside_of_a_model_are_edited():

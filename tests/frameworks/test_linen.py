@@ -101,8 +101,6 @@ def test_names_of_linen_modules(model, names):
     assert {path for path, _ in tapax.modules(model, X)} == listed
 
 
-# --- methods -----------------------------------------------------------------------------------
-
 TAIL = ["Methods/encoder/Dense_0", "Methods/encoder/Dense_1", "Methods/encoder"]
 
 
@@ -229,7 +227,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("lift", [lambda cls: cls, nn.jit, nn.remat])
-def test_a_module_that_shares_a_scope_keeps_its_own_name(lift):
+def test_a_module_that_shares_a_scope_has_a_separate_name(lift):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -276,9 +274,6 @@ def test_an_unbound_module_is_named_by_its_class():
 
     out, taps = tapax.capture(lambda x: Twice()(x))(X)
     np.testing.assert_array_equal(taps.values["Twice"], 2 * X)
-
-
-# --- state -------------------------------------------------------------------------------------
 
 
 class Stateful(nn.Module):
@@ -357,9 +352,6 @@ def test_values_and_gradients_stay_in_bfloat16():
     assert taps.values["Dense"].dtype == taps.grads["Dense"].dtype == jnp.bfloat16
 
 
-# --- which modules -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("modules", "names"),
     [
@@ -375,9 +367,6 @@ def test_modules_argument_narrows_linen_sites(modules, names):
     variables = MLP().init(KEY, X)
     _, taps = tapax.capture(MLP().apply, modules=modules)(variables, X)
     assert taps.sites.names == names
-
-
-# --- bad input ---------------------------------------------------------------------------------
 
 
 def patched():
@@ -425,7 +414,7 @@ def test_captures_of_linen_models_nest():
     assert taps.sites.names == ["MLP/Dense_0", "MLP/Dense_1", "MLP", "Dense"]
 
 
-def test_threads_see_their_own_modules_alone():
+def test_threads_see_only_the_modules_that_they_run():
     variables = MLP().init(KEY, X)
     found, failed = {}, []
     inside, done = threading.Event(), threading.Event()

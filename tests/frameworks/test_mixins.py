@@ -1,4 +1,4 @@
-"""Methods that a module inherits from a mixin, a class that is no module, are sites."""
+"""Methods that a module inherits from a mixin, a class that is not a module, are sites."""
 
 import functools
 
@@ -153,7 +153,7 @@ def test_a_mixin_is_as_before_after_a_capture(make):
     assert [dict(vars(cls)) for cls in mixins] == before
 
 
-def test_an_object_that_is_no_module_has_no_sites():
+def test_an_object_that_is_not_a_module_has_no_sites():
     model = make_nnx()
     plain = Plain(model.dense)
     out, taps = tapax.capture(lambda x: plain(x) + model(x))(X)

@@ -1,4 +1,4 @@
-"""Modules in dataclasses, and in objects of NNX that are no modules, have paths."""
+"""Modules in dataclasses, and in objects of NNX that are not modules, have paths."""
 
 import dataclasses
 

@@ -27,8 +27,6 @@ from tests.models.nnx_models import (
 )
 from tests.oracles.closeness import assert_close
 
-# --- the train step -------------------------------------------------------------------------------
-
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
@@ -120,9 +118,6 @@ def test_train_step_values_and_gradients():
     for name, value in seen.items():
         close(taps.values[name], value)
         close(taps.grads[name], expected[name])
-
-
-# --- transformations ------------------------------------------------------------------------------
 
 
 @nnx.custom_vjp

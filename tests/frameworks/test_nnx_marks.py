@@ -176,7 +176,7 @@ def test_an_attribute_of_another_type_is_an_error_still():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_flax_capture_inside(wrap):
+def test_captures_of_flax_work_inside_a_capture(wrap):
     model = Marks()
     run = wrap(lambda m, x: nnx.capture(lambda m, x: m(x), nnx.Intermediate)(m, x))
     (out, state), taps = tapax.capture(run)(model, X)
@@ -193,9 +193,6 @@ def test_values_and_gradients_stay_in_bfloat16():
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(m(x) ** 2)))
     _, taps = tapax.capture(step)(model, X.astype(jnp.bfloat16))
     assert taps.values["Linear"].dtype == taps.grads["Linear"].dtype == jnp.bfloat16
-
-
-# --- which modules --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -249,9 +246,6 @@ def test_selections_of_nnx_modules():
         tapax.capture(step, values="Net/block/1/lin")(model, X)
 
 
-# --- bad input ------------------------------------------------------------------------------------
-
-
 class Fails(Net):
     def __call__(self, x):
         self.head.bias[...] += 1
@@ -261,7 +255,7 @@ class Fails(Net):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, jax.jit], ids=["eager", "nnx", "jax"])
-def test_an_exception_halfway(wrap):
+def test_an_exception_leaves_the_model_unchanged(wrap):
     model = Fails()
     before = nnx.graphdef(model), arrays(model)
     for run in (tapax.capture, tapax.sites):
@@ -319,7 +313,7 @@ def test_threads_with_one_model():
             check(seen, expected, tol=1e-4)
 
 
-def test_copies_under_capture():
+def test_modules_are_copied_and_pickled_under_a_capture():
     model = Net()
 
     def run(m, x):

@@ -24,8 +24,6 @@ from tests.models.nnx_models import (
     values,
 )
 
-# --- where models are -----------------------------------------------------------------------------
-
 GLOBAL = Net()
 
 
@@ -84,7 +82,7 @@ def _calls():
 
 
 @pytest.mark.parametrize("name", _calls())
-def test_models_are_found(name):
+def test_models_are_found_wherever_they_are(name):
     out, taps = _calls()[name]()
     check(taps.values, values(Net(), X))
     close(out, by_hand(Net(), X)[0])
@@ -154,9 +152,6 @@ def test_two_models_have_separate_names(wrap):
     for net, root in ((student, "a"), (twin, "b")):
         part = {k: v for k, v in taps.values.items() if k.split("/")[0] == root}
         check(part, values(net, X), root)
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 def test_modules_in_containers_have_paths():
@@ -272,9 +267,6 @@ def test_attention_with_a_cache():
     assert set(taps.values) == {"MultiHeadAttention", *(f"MultiHeadAttention/{n}" for n in names)}
 
 
-# --- objects --------------------------------------------------------------------------------------
-
-
 def test_a_captured_function_changes_its_objects_as_the_plain_one_does():
     def change(m, x):
         m.extra = nnx.Param(jnp.ones(3))
@@ -300,7 +292,7 @@ def test_a_module_made_inside_is_returned():
     close(net(X), by_hand(Net(), X)[0])
 
 
-def test_metrics_and_streams():
+def test_metrics_and_random_streams_are_updated():
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
     rngs = nnx.Rngs(0, dropout=1)
 

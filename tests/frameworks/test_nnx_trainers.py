@@ -37,7 +37,7 @@ class Running:
         return self.last
 
 
-def test_steps_of_training():
+def test_captured_steps_change_a_trainer_like_plain_steps():
     plain, seen = Running(), Running()
     captured = tapax.capture(seen.step)
     for number in range(3):

@@ -48,9 +48,6 @@ def check(step, args, values, grads):
     assert len(set(taps.grads) & called) > len(called) // 2
 
 
-# --- Flax NNX -----------------------------------------------------------------------------------
-
-
 def attnax():
     from attnax import TransformerConfig, TransformerDecoder
     from flax import nnx
@@ -94,9 +91,6 @@ def test_published_models_of_nnx_agree_with_hooks(make):
     assert {s.name for s in taps.sites if s.method == "__call__"} == set(values)
 
 
-# --- Flax Linen ---------------------------------------------------------------------------------
-
-
 def moe():
     from nano_moe.config import NanoMoEConfig
     from nano_moe.model import NanoMoE
@@ -123,9 +117,6 @@ def test_published_models_of_linen_agree_with_hooks(make):
     hook = hooks.of_linen(type(model).__name__)
     values, grads = hook.grads(lambda: loss(params))
     check(jax.grad(loss), (params,), values, grads)
-
-
-# --- Equinox ------------------------------------------------------------------------------------
 
 
 def vit():
@@ -198,9 +189,6 @@ def test_published_equinox_model_with_scanned_layers_agrees_with_a_loop():
     assert inside and all(taps.grads[name].shape[:2] == (3, 2) for name in inside)
 
 
-# --- Haiku --------------------------------------------------------------------------------------
-
-
 def tracr():
     import haiku as hk
     from tracr.transformer.model import Transformer, TransformerConfig
@@ -240,9 +228,6 @@ def test_published_models_of_haiku_agree_with_hooks(make):
     names = {"/".join(p for p in key.split("/") if not p.startswith("~")) for key in params}
     assert names <= {name.partition("@")[0].partition(":")[0] for name in values}
     check(jax.grad(loss), (params,), values, grads)
-
-
-# --- brainstate ---------------------------------------------------------------------------------
 
 
 def test_published_models_of_brainstate_agree_with_hooks():

@@ -230,9 +230,6 @@ def test_custom_reducer_with_capture(capture_):
     assert_close(taps.values["Model/sum"], state["sum"][...])
 
 
-# --- train, eval, set_attributes, iter_modules, iter_children -------------------------------------
-
-
 def block(**kwargs):
     class Block(nnx.Module):
         def __init__(self, din, dout, *, rngs: nnx.Rngs):

@@ -233,7 +233,7 @@ def compare_result(reference: Reference, out: Any) -> None:
 
 
 def captured(program: Program, **asked: Any) -> tuple[Any, Any]:
-    """Capture the program, with the `jit` that it asks for."""
+    """Capture the program, with the `jit` that it requests."""
     fn, args = build(program, tapax.sow), arguments(program)
     match program.how:
         case "plain":

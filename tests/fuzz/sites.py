@@ -87,7 +87,7 @@ class Site:
 
     @property
     def counted(self) -> bool:
-        """Whether a while loop is around the site."""
+        """True if a while loop is around the site."""
         return any(a.kind == "while" for a in self.axes)
 
     @property

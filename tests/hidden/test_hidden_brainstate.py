@@ -23,7 +23,7 @@ def close(a, b):
     assert_close(a, b)
 
 
-def test_the_documented_example():
+def test_the_example_of_braintraces_documentation_runs():
     gru = braintrace.nn.GRUCell(3, 4)
     _ = brainstate.nn.init_all_states(gru)
     inputs = brainstate.random.randn(3)
@@ -165,7 +165,7 @@ def test_a_state_that_is_written_twice():
     close(joined[:, 0], 7 * X)
 
 
-def test_copied_from_another():
+def test_a_state_that_copies_another_has_a_separate_gradient():
     def run(m, x):
         m.a.value = jnp.tanh(m.a.value + x)
         m.b.value = m.a.value

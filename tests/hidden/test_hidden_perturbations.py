@@ -269,7 +269,7 @@ def test_perturbations_are_added(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), p(q, STATE, X), wanted)
 
 
-def test_the_documented_methods():
+def test_the_methods_of_braintrace_work_as_documented():
     p = add_hidden_perturbation(cell, STATE, X)
     data = p.init_perturb_data()
     assert [(d.shape, d.dtype) for d in data] == [((N,), jnp.float64)] * 2
@@ -389,9 +389,6 @@ def test_a_complex_state():
     p = add_hidden_perturbation(step, h, jnp.ones(1))
     new, _ = p({"h": jnp.array([1j])}, h, jnp.ones(1))
     np.testing.assert_allclose(new, np.exp(0.3j) * h + 1 + 1j)
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 def refusal(fn, error=HiddenError):

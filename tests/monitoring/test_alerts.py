@@ -86,8 +86,8 @@ def test_many_layers_with_one_alert_warn_once():
     with pytest.warns(alert.AlertWarning) as caught:
         watched(step, (1.0,), alerts=[alert.nonfinite(), alert.nonfinite("h8")])
     assert [str(w.message) for w in caught] == [
-        "step 0: the value of h0 has 1 number that is NaN or Inf. So it is with h1, h2, h3, h4, h5 "
-        "and 3 more.",
+        "step 0: the value of h0 has 1 number that is NaN or Inf. The same holds for h1, h2, h3, "
+        "h4, h5 and 3 more.",
         "step 0: the value of h8 has 1 number that is NaN or Inf.",
     ]
 

@@ -87,7 +87,9 @@ def test_an_argument_that_is_not_a_sink_raises(to, error, words):
 def test_a_path_that_cannot_be_written_is_told_at_once(kind, tmp_path):
     pytest.importorskip({"parquet": "pyarrow", "tensorboard": "tensorboardX"}.get(kind, "numpy"))
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"cannot be written: Not a directory\. Give a path"):
+    with pytest.raises(
+        OSError, match=r"cannot be written: Not a directory\. Choose a writable path"
+    ):
         getattr(sink, kind)(tmp_path / "file" / f"run.{kind}")
 
 

@@ -11,7 +11,6 @@ from tests.nn.test_nn_layers import ALL, E, close, embed, general
 
 pytestmark = pytest.mark.once
 
-# --- randomness -----------------------------------------------------------------------------------
 
 KINDS = {
     "Linear": lambda rngs: nnx.Linear(5, 4, rngs=rngs),
@@ -45,7 +44,7 @@ def test_one_seed_for_many_layers(kind, seed):
     assert not set(np.unique(a.r[...])) & set(np.unique(a.s[...]))
 
 
-def test_streams_of_flax():
+def test_factors_come_from_the_streams_of_flax():
     base = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
     made = lambda rngs: np.asarray(nn.BatchEnsembleLinear(base, rngs, 2).r[...])
     rngs = nnx.Rngs(3)
@@ -67,8 +66,6 @@ def test_a_layer_made_under_jit():
     )
     assert shapes.r.shape == (E, 5)
 
-
-# --- bad input ------------------------------------------------------------------------------------
 
 BASE = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
 ARGUMENTS = {
@@ -172,7 +169,7 @@ def test_positions_are_not_rows():
 @pytest.mark.parametrize(
     "equation", ["na,nab->nb", "na,ab->b", "a,ab->b", "na,...b->nb", "nna,ab->nb"]
 )
-def test_equations_without_rows(equation):
+def test_equations_without_an_axis_of_rows_are_refused(equation):
     kernel = (2,) * len(equation.partition("->")[0].partition(",")[2].replace("...", ""))
     base = nnx.Einsum(equation, kernel, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros)
     with pytest.raises(ValueError, match="BatchEnsembleEinsum cannot take the equation"):

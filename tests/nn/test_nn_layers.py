@@ -67,9 +67,6 @@ def set_parts(layer, p, weight="kernel"):
     return nnx.merge(graphdef, state)
 
 
-# --- linear ---------------------------------------------------------------------------------------
-
-
 def linear(bias=True, ins=5, outs=4, **options):
     base = nnx.Linear(ins, outs, use_bias=bias, rngs=nnx.Rngs(0), **options)
     return biased(nn.BatchEnsembleLinear(base, rngs=nnx.Rngs(1), num_members=E))
@@ -126,7 +123,7 @@ def test_a_new_kernel_or_that_of_the_base_layer():
     np.testing.assert_array_equal(bias, jnp.stack([base.bias[...]] * 2))
 
 
-def test_factors_are_drawn_as_told():
+def test_factors_have_the_requested_distribution():
     base = nnx.Linear(2000, 3000, rngs=nnx.Rngs(0))
     given = {"r_mean": 2.0, "r_std": 0.1, "s_mean": -1.0, "s_std": 0.0}
     layer = nn.BatchEnsembleLinear(base, rngs=0, num_members=2, use_base_weights=True, **given)
@@ -140,9 +137,6 @@ def test_factors_are_drawn_as_told():
     signs = nn.BatchEnsembleLinear(base, 0, 2, use_base_weights=True, init="random_sign", r_std=9.0)
     assert set(np.unique(signs.r[...])) == {-1.0, 1.0}
     assert abs(float(signs.s[...].mean())) < 0.1
-
-
-# --- transformations ------------------------------------------------------------------------------
 
 
 def squares(layer, x):
@@ -188,7 +182,7 @@ def test_calls_are_pure(kind):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
 
 
-def test_calls_in_threads():
+def test_threads_may_call_one_layer():
     layer, x = conv(), normal(E * B, 6, 6, 4)
     want, found = layer(x), []
     threads = [threading.Thread(target=lambda: found.append(jax.jit(layer)(x))) for _ in range(4)]
@@ -210,8 +204,6 @@ def test_vmap_over_stacked_layers():
     for y, layer in zip(got, layers, strict=True):
         close(y, by_member(dense, parts(layer), x))
 
-
-# --- precision ------------------------------------------------------------------------------------
 
 DTYPES = [
     ({"dtype": jnp.bfloat16}, jnp.float32, jnp.bfloat16),
@@ -262,9 +254,6 @@ def test_the_options_of_the_base_layer_are_kept():
     check(layer, dense, x)
     assert calls[0]["precision"] == lax.Precision.HIGHEST
     assert layer.kernel.get_metadata("note") == 1 and layer.bias.get_metadata("note") == 2
-
-
-# --- convolution ----------------------------------------------------------------------------------
 
 
 def conv(*args, **options):
@@ -352,9 +341,6 @@ def test_convolution_with_a_mask():
 def test_conv_with_more_axes_of_rows():
     layer, x = conv(4, 6, 3), normal(E * B, 5, 7, 4)
     check(layer, lambda w, b, x: convolved()(w, b, x.reshape(-1, 7, 4)).reshape(-1, 5, 7, 6), x)
-
-
-# --- general, einsum, embed -----------------------------------------------------------------------
 
 
 def general(*args, **options):

@@ -118,9 +118,6 @@ def test_disagreement_of_equal_members_is_zero():
     assert values(jnp.ones((2, 1), jnp.bfloat16)).rms.dtype == jnp.float32
 
 
-# --- axes of loops and maps -----------------------------------------------------------------------
-
-
 class Stacked(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.vmap(lambda rngs: nnx.Linear(5, 5, rngs=rngs))(rngs.split(3))
@@ -202,10 +199,7 @@ def test_values_that_did_not_run_do_not_count():
     assert np.isnan(none.mean).all() and none.nonfinite.tolist() == [0] * E
 
 
-# --- pytrees --------------------------------------------------------------------------------------
-
-
-def test_members_under_jit():
+def test_a_jitted_function_may_return_statistics_alone():
     """A jitted function can return only the statistics, and nothing as large as a value."""
     _, ensemble, x, taps = taken()
     graphdef, state = nnx.split(ensemble)
@@ -235,9 +229,6 @@ def test_order_is_that_of_the_program():
     assert list(got.values) == ["Net/first", "Net/active", "Net/norm", "Net/last", "Net"]
 
 
-# --- bad input ------------------------------------------------------------------------------------
-
-
 def test_reduced_sites_have_no_members():
     ensemble = taken()[1]
     reduced = {"Net/first": tapax.reduce.rms}
@@ -247,7 +238,7 @@ def test_reduced_sites_have_no_members():
             nn.members(taps)
 
 
-def test_taps_without_members():
+def test_taps_without_members_need_their_number():
     taps = tapax.capture(lambda x: tapax.sow(x, "h"))(jnp.ones((6, 2)))[1]
     message = (
         "`num_members` must be given for taps that have no BatchEnsemble layer among the sites."

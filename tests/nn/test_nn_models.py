@@ -202,9 +202,6 @@ def test_the_model_stays_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, nnx.split(model)[1], before)
 
 
-# --- nested layers --------------------------------------------------------------------------------
-
-
 class Everywhere(nnx.Module):
     def __init__(self, rngs):
         new = lambda: nnx.Linear(3, 3, rngs=rngs)
@@ -279,9 +276,6 @@ def test_a_layer_is_a_model():
     assert type(ensemble) is nn.BatchEnsembleLinear and ensemble.num_members == 4
 
 
-# --- stacks ---------------------------------------------------------------------------------------
-
-
 class Stacked(nnx.Module):
     def __init__(self, rngs):
         self.blocks = nnx.vmap(lambda rngs: Block(rngs), in_axes=0)(rngs.split(3))
@@ -313,7 +307,7 @@ def test_stacked_layers_under_scan():
 
 
 class only:
-    """Make a separate model of a part of a model."""
+    """A separate model that consists of one part of a model."""
 
     def __new__(cls, model, name):
         part = nnx.Module()
@@ -335,9 +329,6 @@ def test_a_stack_along_another_axis():
     message = r"Sequential/layers/0 cannot be converted. .* \[5, 4\], has one of shape \[5, 3, 4\]"
     with pytest.raises(ValueError, match=message):
         nn.batch_ensemble(model, 2, rngs=0)
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.many
@@ -373,9 +364,6 @@ def test_training_makes_members_differ(kind):
     logits = nn.unfold(nnx.jit(lambda m, x: m(x))(ensemble, rows), E)
     apart = [np.abs(logits[i] - logits[j]).max() for i in range(E) for j in range(i)]
     assert min(apart) > 0.05
-
-
-# --- bad input ------------------------------------------------------------------------------------
 
 
 class Mine(nnx.Linear):

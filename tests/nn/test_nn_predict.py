@@ -30,10 +30,7 @@ def net(outs=5, members=E):
     return nn.batch_ensemble(model, members, rngs=0)
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
-def test_fold_unfold_tile():
+def test_fold_unfold_and_tile_convert_batches():
     x = {"a": normal(E, B, 5), "b": [normal(E, B)]}
     rows = nn.fold(x)
     assert rows["a"].shape == (E * B, 5) and rows["b"][0].shape == (E * B,)
@@ -95,9 +92,6 @@ def test_results_that_do_not_fit_a_prediction(out, kind, message):
         nn.predict(out, jnp.ones((B, 3), jnp.float32), kind=kind, num_members=2)
 
 
-# --- uncertainty ----------------------------------------------------------------------------------
-
-
 def entropy(p):
     return -np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0), -1)
 
@@ -140,7 +134,7 @@ def test_bf16_logits_are_counted_in_float32():
     assert got.members.dtype == jnp.bfloat16 and got.mean.dtype == got.total.dtype == jnp.float32
 
 
-def test_classification_of_sequences():
+def test_a_classification_may_have_an_axis_of_positions():
     got = nnx.jit(nn.predict)(net(), normal(B, 6, 3))
     assert got.members.shape == (E, B, 6, 5) and got.epistemic.shape == (B, 6)
 
@@ -170,8 +164,6 @@ def test_predictions_are_pytrees():
     close(rows.mean[:, 0], nnx.jit(nn.predict)(model, x).mean)
 
 
-# --- meshes ---------------------------------------------------------------------------------------
-
 COLLECTIVES = r"all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
 
 
@@ -191,7 +183,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("kind", "devices"), [("linear", 2), ("conv", 4), ("gpt", 4)])
-def test_members_over_devices(kind, devices):
+def test_members_on_several_devices_need_no_communication(kind, devices):
     """Each device has different members, without communication."""
     model, x = MODELS[kind]()
     model.eval()
@@ -224,7 +216,7 @@ def test_only_members_are_sharded():
     assert len(ensemble.layers[0].r[...].sharding.device_set) == 1
 
 
-def test_training_over_devices():
+def test_gradients_of_factors_stay_on_the_devices_of_their_members():
     """Gradients of factors stay on the devices of their members; those of the kernel are summed."""
     mesh = over_devices(4)
     model, x = net(), normal(B, 3)
@@ -237,7 +229,7 @@ def test_training_over_devices():
     assert got["layers"][0]["r"][...].sharding.spec[0] == "members"
 
 
-def test_prediction_over_devices():
+def test_predictions_on_several_devices_are_those_on_one():
     model, x = net(), normal(B, 3)
     spread = nn.shard(model, over_devices(2), "members")
     jax.tree.map(close, nnx.jit(nn.predict)(spread, x), nn.predict(model, x))

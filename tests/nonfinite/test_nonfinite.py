@@ -137,7 +137,7 @@ def test_fault_in_an_argument_is_named():
     assert find_nonfinite(step)({"w": jnp.ones(2), "z": jnp.nan}, jnp.ones(2)) is None
 
 
-def test_closed_over_array():
+def test_a_closed_over_array_is_a_constant():
     bad = jnp.array([1.0, jnp.nan])
     found = find_nonfinite(lambda x: x + bad)(1.0)
     assert (found.operation, found.kind, found.index) == ("constant", "nan", (1,))
@@ -348,7 +348,7 @@ def test_fault_in_an_equinox_step():
     assert find_nonfinite(step)(net, jnp.array([jnp.nan, 1.0])).path.endswith("x")
 
 
-def test_linen_and_haiku():
+def test_findings_in_linen_and_haiku_name_the_module():
     class Inner(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -142,8 +142,6 @@ def test_search_finds_the_step_of_a_nan_in_a_rollout():
     assert found.iterations == (2,)
 
 
-# --- Proximal policy optimization -----------------------------------------------------------------
-
 ENVIRONMENTS, UNROLL = 3, 6
 OPTIMIZER = optax.sgd(0.1)
 

@@ -33,9 +33,6 @@ def energy(out):
     return jnp.sum(out.array**2) + jnp.sum(out.filter("0e").array)
 
 
-# --- Haiku --------------------------------------------------------------------------------------
-
-
 def haiku_model(mark=by_hand.unmarked):
     def forward(x, position):
         sh = e3nn.spherical_harmonics("1x0e + 1x1o", position, normalize=False)
@@ -133,9 +130,6 @@ def test_operations_of_a_tensor_product_can_be_sites(inputs):
     assert_close(linear[:, 0] / np.sqrt(2), sown.values["out:0"][:, 1:])
 
 
-# --- Linen --------------------------------------------------------------------------------------
-
-
 class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, x, position):
@@ -156,9 +150,6 @@ def test_layers_of_linen_agree_with_interceptors(inputs):
     assert_close(out, step(variables, inputs))
     assert_close(dict(taps.values), values)
     assert_close(dict(taps.grads), grads)
-
-
-# --- Equinox ------------------------------------------------------------------------------------
 
 
 class EquinoxModel(eqx.Module):

@@ -126,9 +126,6 @@ def test_gradients_of_the_potential_agree_with_differences():
             assert_close(grads[site], by_hand.differences(fn, np.zeros(shape)), 1e-6)
 
 
-# --- Variational inference ----------------------------------------------------------------------
-
-
 def variational(mark=by_hand.unmarked):
     """Make the network with parameters, trained by a guide without latent variables."""
 
@@ -208,9 +205,6 @@ def test_search_finds_the_nan_of_a_variational_step():
     found = tapax.find_nonfinite(step)(state)
     assert (found.operation, found.kind, found.index) == ("sqrt", "nan", (3,))
     assert found.source.startswith(__file__)
-
-
-# --- Markov chains ------------------------------------------------------------------------------
 
 
 def chain(mark=by_hand.unmarked, steps=2):

@@ -137,7 +137,7 @@ def test_many_statistics_are_named_if_not_shown():
 
 
 @pytest.mark.parametrize("edges", [None, np.linspace(-1, 1, 9)])
-def test_ridgelines_by_depth(edges):
+def test_ridgelines_show_the_counts_by_depth(edges):
     histogram = R.histogram(log2=(-6, 0)) if edges is None else R.histogram(edges)
     _, taps = tapax.capture(layers, values={"**": [R.rms, histogram]})(X)
     figure = save(plot.taps(taps))

@@ -33,9 +33,6 @@ def raises(error, message, **asked):
     assert re.fullmatch(pattern, text), text
 
 
-# --- reducers and sites ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrong", ["rms", 3, None, {"h": R.rms}])
 def test_an_argument_that_is_not_a_reducer_raises(wrong):
     raises(
@@ -60,7 +57,7 @@ def test_factories_are_not_reducers():
 
 
 @pytest.mark.parametrize("empty", [[], ()])
-def test_no_reducers_at_all(empty):
+def test_an_empty_list_of_reducers_raises(empty):
     message = "`grads` maps a selection to an empty list of reducers: give at least one."
     raises(TypeError, message, grads={"h": empty})
 
@@ -76,13 +73,13 @@ def test_pairs_are_for_gradients(reducer):
 
 
 @pytest.mark.parametrize("key", ["", 3, R.rms])
-def test_keys_that_are_not_selections(key):
+def test_keys_that_are_not_selections_raise(key):
     with pytest.raises((TypeError, tapax.SiteError)) as caught:
         tapax.capture(f, values={key: R.rms})
     assert "`values`" in str(caught.value)
 
 
-def test_a_mapping_where_nothing_is_reduced():
+def test_a_mapping_to_reducers_raises_where_nothing_is_reduced():
     sites = {"h": R.rms}
     for call in (
         lambda: tapax.grad(f, at=sites),
@@ -98,9 +95,6 @@ def test_a_mapping_where_nothing_is_reduced():
             tapax.edit(f, values=what)(X)
         assert "'h'" in str(caught.value)
         assert "reducer" in str(caught.value)
-
-
-# --- names --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,7 +134,7 @@ def test_sites_that_are_not_there():
         tapax.capture(f, values={"**/mlp": R.rms})(X)
 
 
-def test_step_outside_of_loops():
+def test_a_step_of_a_site_outside_of_loops_raises():
     message = (
         "`step` was given for the site 'h', marked at HERE, which is in no loop. Leave `step` out."
     )
@@ -156,9 +150,6 @@ def test_a_step_beyond_the_loop():
         fn=scan,
         values={tapax.at("h", step=5): R.rms.total},
     )
-
-
-# --- types --------------------------------------------------------------------------------------
 
 
 NEEDS = (
@@ -195,7 +186,7 @@ def test_reducers_of_order_refuse_complex_numbers():
         assert "such as tapax.reduce.minmax" not in text
 
 
-def test_axes_that_are_not_there():
+def test_axes_that_do_not_exist_raise():
     for axis in (2, -3, (0, 2)):
         raises(
             tapax.SiteError,
@@ -207,9 +198,6 @@ def test_axes_that_are_not_there():
     fn = jax.vmap(lambda x: tapax.sow(x, "h"))
     with pytest.raises(tapax.SiteError, match=re.escape("values have 1 axes: [3]")):
         tapax.capture(fn, values={"h": R.rms(axis=1)})(X)
-
-
-# --- states that change -------------------------------------------------------------------------
 
 
 CHANGES = {
@@ -248,7 +236,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("total", [False, True])
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_a_state_that_changes(name, total):
+def test_a_state_that_changes_its_type_raises(name, total):
     *functions, wrong = CHANGES[name]
     reducer = R.Reducer(*functions, name="mine")
     raises(
@@ -267,16 +255,13 @@ def test_an_argument_that_is_not_a_function_raises(field):
         R.Reducer(**{**parts, field: 3})
 
 
-def test_an_error_of_a_users_own_is_theirs():
+def test_an_error_that_a_reducer_raises_is_unchanged():
     def update(state, x):
         raise RuntimeError("mine")
 
     reducer = R.Reducer(lambda: 0.0, update, lambda a, b: a + b)
     with pytest.raises(RuntimeError, match="mine"):
         tapax.capture(f, values={"h": reducer})(X)
-
-
-# --- making reducers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,13 +276,13 @@ def test_edges_that_do_not_rise_are_refused(edges):
 
 
 @pytest.mark.parametrize("log2", [(3, 1), (1.0, 2.0), ("a", "b"), (-2000, 0), (0, 2000), 5, (1,)])
-def test_powers_of_two(log2):
+def test_bad_powers_of_two_are_refused(log2):
     message = f"`log2` must be two integers, the smaller first, but is {log2!r}"
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         R.histogram(log2=log2)
 
 
-def test_edges_and_powers_of_two():
+def test_a_histogram_needs_either_edges_or_powers_of_two():
     message = "`histogram` takes `edges`, or `log2=(lo, hi)`, and not both."
     for arguments in ({}, {"edges": [0, 1], "log2": (0, 1)}):
         with pytest.raises(TypeError, match=re.escape(message)):
@@ -310,7 +295,7 @@ def test_traced_edges_are_refused():
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True, "3", None])
-def test_how_many_of_the_largest(k):
+def test_a_bad_number_of_largest_elements_is_refused(k):
     message = f"`topk` takes a number of elements, at least 1, but was given {k!r}."
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         R.topk(k)
@@ -324,7 +309,7 @@ def test_ranks_outside_the_unit_interval_are_refused(q):
 
 
 @pytest.mark.parametrize("error", [0, 1, -0.1, 2.0, 1e-9, "small", np.nan])
-def test_errors_of_quantiles(error):
+def test_errors_of_quantiles_that_are_out_of_range_are_refused(error):
     message = f"`error` must be between 1e-5 and 1, but is {error!r}."
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         R.quantiles(error=error)
@@ -338,7 +323,7 @@ def test_bad_magnitudes_are_refused(magnitudes):
 
 
 @pytest.mark.parametrize("axis", [1.5, None, "a", (0, 1.5)])
-def test_axes_that_are_not_integers(axis):
+def test_axes_that_are_not_integers_raise(axis):
     with pytest.raises(TypeError, match="`axis`"):
         R.rms(axis=axis)
 
@@ -354,9 +339,6 @@ def test_reducers_without_results_along_an_axis_raise(reducer):
     message = f"tapax.reduce.{reducer.name} cannot be computed along an axis."
     with pytest.raises(TypeError, match=re.escape(message)):
         reducer(axis=0)
-
-
-# --- unsupported programs -----------------------------------------------------------------------
 
 
 def test_second_derivatives_through_a_checkpoint():

@@ -48,7 +48,7 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_modules_of_frameworks(name):
+def test_statistics_of_modules_are_those_of_captured_arrays(name):
     """Reduced values equal the statistics of the arrays of a plain capture."""
     step, args = model_of(name)
     _, whole = tapax.capture(step)(*args)

@@ -64,9 +64,6 @@ def captured(fn, *args, values=None, grads=None, **options):
     return tapax.capture(fn, values=values, grads=grads, **options)(*args)
 
 
-# --- every program of the table -----------------------------------------------------------------
-
-
 WRAPPERS = {
     "capture": lambda f, **k: tapax.capture(f, **k),
     "jit of capture": lambda f, **k: jax.jit(tapax.capture(f, **k)),
@@ -120,9 +117,6 @@ def test_reduced_gradients_of_every_program(name):
             close(taps.grads[f"{site}:cosine"], np.reshape(cosine, shape), 10 * TOL)
         ratio = norm(np.concatenate(gs)) / norm(np.concatenate(vs))
         close(taps.grads[f"{site}:update_ratio.total"], ratio, 10 * TOL)
-
-
-# --- loops and branches -------------------------------------------------------------------------
 
 
 def _count(sow, n, x):
@@ -196,7 +190,7 @@ NESTED = {  # for each index of the stacked loops: the values that it reduces
     [*((p, False) for p in NESTED), (while_in_scan, True), (cond_in_scan, True)],
     ids=lambda p: getattr(p, "__name__", p),
 )
-def test_loops_and_branches(program, eager):
+def test_statistics_in_loops_and_branches_agree_with_numpy(program, eager):
     _, seen = oracle.values(program, jnp.asarray(X))
     every, places = seen.get("h", []), NESTED[program]
     with jax.disable_jit(eager):
@@ -242,7 +236,7 @@ def test_branches_with_scans_in_a_scan():
     assert not np.any(taps.valid["h:sum@1"])
 
 
-def test_gradients_in_branches():
+def test_gradients_in_branches_are_reduced_where_they_ran():
     program = lambda sow: lambda x: jnp.sum(cond_in_scan(sow)(x) ** 2)
     every = oracle.grads(program, jnp.asarray(X))["h"]
     _, taps = captured(
@@ -254,9 +248,6 @@ def test_gradients_in_branches():
         close(found[2], statistic(exact(every[1])))
         assert not found[[1, 3]].any()
         close(taps.grads[f"h:{r}.total"], statistic(exact(every).ravel()))
-
-
-# --- iterations ---------------------------------------------------------------------------------
 
 
 def scanned(x):
@@ -339,9 +330,6 @@ def test_a_mark_that_folds_by_itself():
 
     _, taps = captured(f, jnp.asarray(X), values={"h": R.sum})
     close(taps.values["h"], 3 * X.sum())
-
-
-# --- several at once ----------------------------------------------------------------------------
 
 
 def test_several_keys_for_one_site():

@@ -125,7 +125,7 @@ def test_types_of_few_bits(dtype):
         *((d, d) for d in ("float64", "complex64")),
     ],
 )
-def test_types_of_results(dtype, accumulated):
+def test_results_have_the_documented_types(dtype, accumulated):
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         x = sample(jnp.dtype(dtype), (4, 6))
         found = reduced(sow, [R.sum, R.mean, R.rms, R.nonfinite, R.last], x)
@@ -191,7 +191,7 @@ NONFINITE = [
 
 @pytest.mark.parametrize("row", range(len(NONFINITE)))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_nan_and_inf(row):
+def test_nan_and_infinity_count_as_in_numpy(row):
     x = np.array([NONFINITE[row]] * 2, np.float32)
     found = reduced(sow, ALONG, jnp.asarray(x))
     for r in ALONG:
@@ -211,7 +211,7 @@ def test_nan_and_inf_in_some_iterations(order, over):
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_values_without_elements(shape):
+def test_values_without_elements_have_statistics(shape):
     x = jnp.zeros(shape)
     kept = [r for r in ALONG if r is not R.minmax]
     found = reduced(sow, [*kept, R.histogram(EDGES), R.topk(2), R.quantiles(), R.last], x)
@@ -257,9 +257,6 @@ def test_large_integers_stay_exact():
     low = jnp.array([-(2**31), 2**31 - 1], jnp.int32)
     assert one(low, R.minmax).tolist() == [-(2**31), 2**31 - 1]
     assert one(low, R.histogram(log2=(30, 31))).tolist() == [0, 1, 1]
-
-
-# --- histograms ---------------------------------------------------------------------------------
 
 
 def binned(x, edges):
@@ -333,7 +330,7 @@ def test_integers_are_not_rounded_on_their_way_into_a_histogram():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "complex64", "int32"])
-def test_histogram_of_magnitudes(dtype):
+def test_a_log2_histogram_counts_magnitudes(dtype):
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         x = 2.0 ** np.arange(-12, 12) * (-1) ** np.arange(24)
         x = np.concatenate([x, x * 1.5, [0.0, 0.0]])
@@ -349,9 +346,6 @@ def test_histogram_of_magnitudes(dtype):
         else:
             assert found.tolist() == expected
     assert one([np.inf, -np.inf, np.nan, 1.0], R.histogram(log2=(0, 3))).tolist() == [0, 1, 0, 0, 2]
-
-
-# --- order --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "uint8", "bool"])
@@ -416,7 +410,7 @@ def test_quantiles_are_within_the_error(error, dtype):
 
 
 @pytest.mark.parametrize("x", FEW, ids=len)
-def test_quantiles_of_few(x):
+def test_quantiles_of_few_elements_are_within_the_error(x):
     within(one(np.array(x, np.float32), R.quantiles(RANKS)), x, RANKS, 0.01)
 
 
@@ -471,9 +465,6 @@ def test_quantiles_leave_nan_out():
     assert np.isnan(one(x[:1], R.quantiles())).all()
 
 
-# --- a gradient and its value -------------------------------------------------------------------
-
-
 def compared(g, v):
     """Compute both statistics of flat gradients and values in float64."""
     g, v = exact(g).ravel(), exact(v).ravel()
@@ -483,7 +474,7 @@ def compared(g, v):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_gradients_against_values(dtype):
+def test_gradients_are_compared_with_their_values(dtype):
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         xs, ws = sample(jnp.dtype(dtype), (3, 4, 6)), sample(jnp.dtype(dtype), (3, 4, 6))
 
@@ -503,7 +494,7 @@ def test_gradients_against_values(dtype):
             close(taps.grads[f"h:{r.name}.total"], compared(ws, xs)[i], tol)
 
 
-def test_cosine_of_units():
+def test_gradients_are_compared_with_their_values_by_unit():
     x, w = sample(jnp.float32, (4, 6)), sample(jnp.float32, (4, 6))
     step = jax.grad(lambda x: jnp.sum(sow(x) * w))
     reducers = [R.cosine(axis=0), R.update_ratio(axis=0)]
@@ -517,9 +508,6 @@ def test_cosine_of_nothing_is_zero():
     step = jax.grad(lambda x: jnp.sum(sow(x) * 0))
     _, taps = tapax.capture(step, values=None, grads={"h": [R.cosine, R.update_ratio]})(jnp.ones(3))
     assert taps.grads["h:cosine"] == taps.grads["h:update_ratio"] == 0
-
-
-# --- accuracy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "noise"), [(1000, 1.0), (1000, 0.01), (100_000, 0.1)])

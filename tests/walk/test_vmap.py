@@ -1,4 +1,4 @@
-"""Batch axes lead, outermost first; a value lacks the axes that it does not depend on."""
+"""Batch axes lead, outermost first; a value lacks the axes on which it does not depend."""
 
 import jax
 import jax.numpy as jnp

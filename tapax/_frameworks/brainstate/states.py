@@ -352,7 +352,7 @@ def _replaced(value: PyTree, new: dict[int, Any]) -> Any:
 
 
 def _closed_over_nodes(fn: Any) -> list[Any]:
-    """Return the modules and states that a function closes over or is a method of."""
+    """Return the modules and states over which a function closes, or whose method it is."""
     return [value for _, value in closed_over(fn) if _has_nodes(value)]
 
 

@@ -43,9 +43,6 @@ _PREFIX = "_perturbation_"
 _NAME = "_tapax_name"
 
 
-# --- the records from which `tapax.compat.nnx` joins results ------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class NNXSownValue(SownValue):
     """The sown or perturbed value of which a site is a leaf.
@@ -105,9 +102,6 @@ def drop(module: Module) -> None:
     """Remove the carried perturbations and the name from a module."""
     for name in [name for name in vars(module) if name.startswith((_PREFIX, _NAME))]:
         delattr(module, name)
-
-
-# --- the marks ----------------------------------------------------------------------------------
 
 
 def _arguments(original: Function) -> Callable[..., dict[str, Any]]:
@@ -244,9 +238,6 @@ def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: 
         return out
 
     return wrapped
-
-
-# --- attributes ---------------------------------------------------------------------------------
 
 
 def _stores(given: dict[str, Any]) -> bool:

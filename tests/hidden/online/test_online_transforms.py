@@ -106,7 +106,7 @@ def test_memory_does_not_know_how_long_a_sequence_is(rule):
     assert temporary(4000) <= temporary(40) + 16_384
 
 
-def test_sizes_of_memories():
+def test_memories_have_the_documented_sizes():
     sizes = {
         rule: sum(
             x.size
@@ -210,7 +210,7 @@ def test_with_optax_parameters_may_change_at_every_step():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_numbers_for_arrays(rule):
+def test_python_numbers_become_arrays(rule):
     """Python numbers as parameters, states and inputs become arrays, also in a scan."""
     step = lambda p, h, x: ((h := p["a"] * h + p["w"] * x), h)
     learner, params = RULES[rule](step, loss), {"a": 0.5, "w": 2.0}
