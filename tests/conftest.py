@@ -44,6 +44,12 @@ def compiles_float16():
     return True
 
 
+def pytest_collection_finish():
+    """Collect garbage rarely: the modules that the tests import have a million objects."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     """Skip a test of float16 or float8 that XLA cannot compile on this processor."""

@@ -213,7 +213,7 @@ def test_the_axes_of_a_shard_map_must_be_named(mesh, tmp_path):
         in_specs=PartitionSpec("a"),
         out_specs=PartitionSpec("a"),
     )
-    with pytest.raises(tapax.SiteError, match=r"inside of a shard_map over a\[2\].*rows=\(0, 1\)"):
+    with pytest.raises(tapax.SiteError, match=r"inside a shard_map over a\[2\].*rows=\(0, 1\)"):
         tapax.harvest(local, X, to=tmp_path / "tokens")
     acts = tapax.harvest(local, X, to=tmp_path / "axes", rows=(0, 1, 2))
     assert (

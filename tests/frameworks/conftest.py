@@ -30,7 +30,7 @@ def keras_as_before():
     """Reset names and seeds of Keras, and check that a test leaves its classes unchanged."""
     import keras
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # collecting garbage takes a second
     keras.utils.set_random_seed(0)
     watched = [*subclasses(keras.Layer), *keras.Variable.__mro__[:-1]]
     before = {cls: {k: id(v) for k, v in cls.__dict__.items()} for cls in watched}

@@ -242,7 +242,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", list(LOOPS))
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.many), True])
 def test_capture_through_brainstate_transforms(name, grad):
     run, shape = LOOPS[name]
     model, twin = make(Counter), make(Counter)

@@ -348,7 +348,7 @@ def ran(framework, change, hook=same, of="step"):
 
 
 @every
-@pytest.mark.parametrize("of", ["loss", "step"])
+@pytest.mark.parametrize("of", [pytest.param("loss", marks=pytest.mark.many), "step"])
 def test_edited_values_in_models_of_frameworks(framework, of):
     got = ran(framework, lambda one, f: tapax.edit(f, {one.site: EDIT}), of=of)
     close(got, ran(framework, lambda one, f: f, EDIT, of))

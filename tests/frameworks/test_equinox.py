@@ -145,7 +145,10 @@ EAGER = ["plain", "filter_checkpoint", "nested", "jitted function", "jax.checkpo
 
 @pytest.mark.parametrize(
     ("how", "jit"),
-    [*((how, eqx.filter_jit) for how in HOW), *((how, lambda f: f) for how in EAGER)],
+    [
+        *((how, eqx.filter_jit) for how in HOW),
+        *(pytest.param(how, lambda f: f, marks=pytest.mark.many) for how in EAGER),
+    ],
 )
 def test_train_step_of_an_equinox_model(how, jit):
     model = Net(how)

@@ -122,7 +122,9 @@ def make_step(net):
     return step
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.many)], ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("how", [how for how in HOW if how != "while_loop"])
 def test_train_step_of_a_haiku_model(how, jit):
     net, params = ready(how)

@@ -66,7 +66,7 @@ def test_layers_are_named_by_their_paths_in_keras():
 @pytest.mark.many
 def test_sequential_models_are_captured_with_and_without_an_input_shape():
     for first in ([], [keras.Input((4,))]):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         model = keras.Sequential([*first, layers.Dense(3), layers.ReLU(), layers.Dense(2)])
         out, taps = tapax.capture(model)(X)
         h, wanted = X, {}
@@ -122,7 +122,7 @@ def test_a_sow_in_a_layer_has_the_path_of_the_layer():
 def test_modules_lists_layers_before_and_after_they_are_built():
     table = dict(tapax.modules(Net(), X))
     assert table["net/block_1"] is Block and table["net/dropout"] is layers.Dropout
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     net = Net()
     with pytest.raises(TypeError, match="`modules` needs the arguments of a call"):
         tapax.modules(net)

@@ -33,8 +33,13 @@ from tests.models.linen_models import (
 from tests.oracles import linen_oracle as oracle
 from tests.oracles.closeness import assert_close
 
+LIKE_OTHERS = ("setup", "scan of a function", "jit")
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.many] * (name in LIKE_OTHERS)) for name in MODELS],
+)
 def test_every_module_of_an_unmodified_model_is_a_site(name):
     model = MODELS[name]
     variables = model.init(KEY, X)

@@ -165,7 +165,11 @@ CLOSED = [name for name in WRAPS if "split" not in name and "cached" not in name
 
 
 @pytest.mark.parametrize(
-    ("name", "closed"), [(name, False) for name in WRAPS] + [(name, True) for name in CLOSED]
+    ("name", "closed"),
+    [
+        *((name, False) for name in WRAPS),
+        *(pytest.param(name, True, marks=pytest.mark.many) for name in CLOSED),
+    ],
 )
 def test_values_under_every_transformation(name, closed):
     wrap = WRAPS[name]

@@ -176,7 +176,7 @@ def _same(first, second):
     "how",
     [
         *("method", "closure"),
-        *(pytest.param(how, marks=pytest.mark.once) for how in ("object", "op by op", "argument")),
+        *(pytest.param(how, marks=pytest.mark.many) for how in ("object", "op by op", "argument")),
     ],
 )
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -77,16 +77,14 @@ def test_random_programs_agree_with_reference(part: int) -> None:
     sweep(check, strategy, examples=PROGRAMS // PARTS, seed=part)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(i, marks=pytest.mark.many) for i in range(1, 4))]
-)
+@pytest.mark.many
+@pytest.mark.parametrize("part", range(4))
 def test_reference_agrees_with_jax(part: int) -> None:
     strategy = programs(devices=jax.device_count())
     sweep(check_reference, strategy, examples=25, seed=100 + part)
 
 
-@pytest.mark.once
+@pytest.mark.many
 @pytest.mark.parametrize("part", range(2))
 def test_reference_gradients_agree_with_perturbations(part: int) -> None:
     strategy = losses(devices=jax.device_count())
@@ -371,7 +369,7 @@ def test_calls_are_numbered_in_program_order() -> None:
     assert [s.label for s in sites(program)] == ["a", "a@1", "b", "a@2", "b@1", "a@3"]
 
 
-@pytest.mark.once
+@pytest.mark.many
 def test_programs_are_well_formed() -> None:
     def check_form(program: Program) -> None:
         assert well_formed(program)

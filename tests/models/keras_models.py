@@ -99,7 +99,7 @@ def make_twins(make, **compiled):
     """Make two equal models."""
     models = []
     for _ in range(2):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         model = make()
         model(X)

@@ -118,7 +118,26 @@ def phase_by_hand(fn, x):
     return "backward" if np.isfinite(np.asarray(fn(x))).all() else "forward"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+LIKE_OTHERS = [
+    "slogdet",
+    "eigh",
+    "qr",
+    "cummax",
+    "cumlogsumexp",
+    "sort",
+    "top_k",
+    "relu",
+    "silu",
+    "norm",
+    "arcsin",
+    "xlogy",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.many] * (name in LIKE_OTHERS)) for name in FUNCTIONS],
+)
 def test_fault_is_in_the_forward_pass_if_the_plain_value_is_not_finite(name):
     fn, at = FUNCTIONS[name]
     x = jnp.float32(at)
@@ -172,7 +191,13 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", ["cholesky", "prod", "root", "slope of a custom_jvp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cholesky", "root"),
+        *(pytest.param(name, marks=pytest.mark.many) for name in ("prod", "slope of a custom_jvp")),
+    ],
+)
 def test_phase_is_that_of_the_plain_value_in_every_transformation(name, around):
     fn, at = FUNCTIONS[name]
     fn, x = AROUND[around](fn), jnp.float32(at)

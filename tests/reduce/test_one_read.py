@@ -58,7 +58,9 @@ def one(x, reducer):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.many), "float32"]
+)
 def test_counts_in_every_shape(shape, dtype):
     x = sample(shape, dtype)
     wide = np.asarray(x, np.float64)

@@ -59,7 +59,16 @@ def training(program):
     return jax.jit(jax.value_and_grad(lambda x: jnp.sum(program(x) ** 2)))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(straight, scanned, looped),
+        *(
+            pytest.param(program, marks=pytest.mark.many)
+            for program in (mapped, branched, recomputed)
+        ),
+    ],
+)
 @pytest.mark.parametrize("index", INDICES, ids=map(str, INDICES))
 def test_a_captured_part_equals_the_part_of_the_whole(program, index):
     fn = program if program is looped else training(program)

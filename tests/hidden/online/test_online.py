@@ -314,8 +314,13 @@ def truth(step, params, state, xs, ys):
     return value, grads | jax.tree.map(jnp.zeros_like, rest)
 
 
+LIKE_OTHERS = ("lif, jvp", "shifted", "wrapped", "picked", "kept", "within", "widths", "written")
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.many] * (name in LIKE_OTHERS)) for name in UNITS]
+)
 def test_exact_where_units_act_on_themselves(name):
     batch = () if name in ("lru", "heads", "copied", "widths") else (B,)
     step, params, kind = UNITS[name]
