@@ -281,6 +281,26 @@ def test_contexts_of_a_dataset_with_a_wide_column_for_examples(tmp_path):
     assert (first["row"], first["activations"]) == (2, [2.0, 4.0, 6.0])  # within its batch
 
 
+def test_a_dataset_without_rows_shows_its_columns(tmp_path):
+    acts = tapax.harvest(
+        lambda x: tapax.sow(x, "h"),
+        [np.ones((2, 3), np.float32)],
+        to=tmp_path,
+        keep=lambda batch: np.zeros(2, bool),
+    )
+    dataset = read(acts)[0]["subjects"][0]["dataset"]
+    assert dataset["rows"] == 0
+    assert [column["name"] for column in dataset["columns"]] == ["batch", "example", "h"]
+    assert [top["contexts"] for top in dataset["tops"]] == [[]]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "h[1,]", "h[,]", "a\nb/blocks/0"])
+def test_names_of_any_characters_are_names(name):
+    fn = lambda x: tapax.sow(x, name)
+    for subject in (tapax.capture(fn)(1.0)[1], tapax.sites(fn)(1.0)):
+        assert read(subject)[0]["subjects"][0]["sites"]["path"] == [name]
+
+
 def test_a_dataset_that_is_not_complete_says_so(tmp_path):
     batches = [np.ones((2, 3), np.float32)] * 4
     given = {"to": tmp_path, "units": 4, "worker": (0, 2), "take_over": False}
