@@ -12,6 +12,7 @@ from tapax._sites.matching import glob as glob
 from tapax._sites.matching import show as show
 from tapax._sites.names import join as join
 from tapax._sites.names import segment as segment
+from tapax._sites.names import split_row as split_row
 from tapax._sites.packages import ModuleDepth as ModuleDepth
 from tapax._sites.packages import ModulesWithout as ModulesWithout
 from tapax._sites.packages import is_machinery as is_machinery

@@ -1,8 +1,36 @@
 """Paths: escaping and joining names."""
 
 import re
+from typing import NamedTuple
 
 from tapax._jax import Value
+
+_ROW = re.compile(
+    r"(?P<path>.*?)(?:@(?P<call>\d+))?(?:~(?P<pullback>\d+))?(?:\[(?P<iteration>\d+(?:,\d+)*)\])?",
+    re.DOTALL,
+)
+
+
+class RowName(NamedTuple):
+    """The parts of the name of a row in a table or a log: `h@1~2[0,3]`."""
+
+    path: str
+    call: int
+    pullback: int
+    iteration: tuple[int, ...]
+
+
+def split_row(name: str) -> RowName:
+    """Split the name of a row into the path, call and pullback of its site, and its iteration."""
+    found = _ROW.fullmatch(name)
+    assert found is not None
+    iteration = found["iteration"]
+    return RowName(
+        found["path"],
+        int(found["call"] or 0),
+        int(found["pullback"] or 0),
+        tuple(map(int, iteration.split(","))) if iteration else (),
+    )
 
 
 def join(path: str, name: str) -> str:

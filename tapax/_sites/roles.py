@@ -23,6 +23,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from tapax._sites.names import split_row
+
 ALIKE = 4
 """The largest number of numbered parts of a layer that have a role each."""
 
@@ -30,9 +32,8 @@ Path: TypeAlias = "tuple[str, ...]"
 Depth: TypeAlias = "tuple[int, ...]"
 """The numbers of a layer: `(3,)`, or `(1, 2)` for block 2 of stage 1."""
 
-_ROW = re.compile(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[([\d,]+)\])?")
-_INDEX = re.compile(r"(\d+)(\W.*)?")
-_NUMBERED = re.compile(r"(.*[^\d_])_(\d+)(\W.*)?")
+_INDEX = re.compile(r"(\d+)(\W.*)?", re.DOTALL)
+_NUMBERED = re.compile(r"(.*[^\d_])_(\d+)(\W.*)?", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +102,8 @@ def _last_segment(path: str) -> str:
 
 
 def _parse(name: str) -> _Row:
-    found = _ROW.fullmatch(name)
-    assert found is not None
-    iterations = tuple(map(int, found[4].split(","))) if found[4] else ()
-    return _Row(
-        name, tuple(found[1].split("/")), int(found[2] or 0), int(found[3] or 0), iterations
-    )
+    path, call, pullback, iterations = split_row(name)
+    return _Row(name, tuple(path.split("/")), call, pullback, iterations)
 
 
 class _Families:

@@ -290,7 +290,8 @@ class Activations(Tabular):
         return {site.name: self._arrays[site.name] for site in picked}
 
     def __reduce__(self) -> Any:
-        return Activations, (self.path,)
+        # A worker process may have another current folder.
+        return Activations, (os.path.abspath(self.path),)
 
     def _table(self) -> Table:
         return dataset_table(self.manifest.arrays, len(self), self.stats, self.progress)

@@ -122,6 +122,8 @@ def harvest(
         )
     if not isinstance(to, (str, os.PathLike)):
         raise wrong_type("`to` takes the path of a folder, but is", to)
+    if not os.fspath(to):
+        raise ValueError("`to` takes the path of a folder, but is empty. Give '.' for this folder.")
     share = None if worker is None else Worker.of(worker)
     seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)

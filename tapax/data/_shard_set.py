@@ -39,6 +39,11 @@ class ShardSet:
         self._lock = threading.Lock()
 
     @property
+    def path(self) -> str:
+        """The absolute path of the dataset."""
+        return str(self._folder.path.absolute())
+
+    @property
     def rows(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 

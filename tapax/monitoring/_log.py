@@ -14,7 +14,7 @@ import numpy as np
 
 from tapax._results import Tabular
 from tapax._results.flow import Flow
-from tapax._sites import nearest
+from tapax._sites import nearest, wrong_type
 from tapax.monitoring._delivery import warn
 from tapax.monitoring._json_lines import jsonl, read_lines
 from tapax.monitoring._log_format import LogEntry, not_a_log, warn_left_out
@@ -140,6 +140,10 @@ class Log(Tabular):
         return list(dict.fromkeys(name for _, record in self._records for name in record))
 
     def __getitem__(self, name: str) -> Series:
+        if not isinstance(name, str):
+            raise wrong_type(
+                "A log takes the name of a number, as in log['h/value_rms'], not", name
+            )
         found = [(step, record[name]) for step, record in self._records if name in record]
         if not found:
             names = self.names

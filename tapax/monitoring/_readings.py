@@ -165,9 +165,12 @@ def label_results(requests: Sequence[StatisticRequest], sites: SiteTable) -> lis
     return labels
 
 
+_RESULT = re.compile(r"(.*?):(?:[^:/]*\.)?((?:value|grad|param_grad)#\w+)(?:\.(.*))?", re.DOTALL)
+
+
 def _split_path(path: str) -> tuple[str, str, str]:
     """Split a path into the path of the mark, the key of the request, and the result's leaf."""
-    found = re.fullmatch(r"(.*?):(?:[^:/]*\.)?((?:value|grad|param_grad)#\w+)(?:\.(.*))?", path)
+    found = _RESULT.fullmatch(path)
     assert found is not None, path
     return found[1], found[2], found[3] or ""
 

@@ -67,13 +67,16 @@ Number: TypeAlias = "float | np.ndarray | Histogram"
 Record: TypeAlias = "Mapping[str, Number]"
 
 
+_NAME = re.compile(r"(.+)/(value|grad|param_grad|param|update)_([^/]+)", re.DOTALL)
+
+
 def split_name(name: str) -> tuple[str, str, str]:
     """Split a name into site, kind and statistic: "Net/mlp", "value", "rms" of `Net/mlp/value_rms`.
 
     If the name has another form, the site is the whole name, and the kind and the statistic are
     empty.
     """
-    found = re.fullmatch(r"(.+)/(value|grad|param_grad|param|update)_([^/]+)", name)
+    found = _NAME.fullmatch(name)
     return (found[1], found[2], found[3]) if found else (name, "", "")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from tapax.monitoring._bins import close_edges, count_equally
 from tapax.monitoring._json_lines import jsonl
 from tapax.monitoring._part_folder import FORMATS, parquet, safetensors
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
@@ -115,6 +116,10 @@ class table:
             print(render(sites_table(self._step, self._history)), file=self._console.file)
 
 
+_LARGEST_TENSORBOARD_BIN = 1e19
+"""The magnitude below which tensorboardX has bins; it fails if all numbers are outside of them."""
+
+
 class tensorboard:
     """A sink that writes scalars and histograms to event files of TensorBoard, with tensorboardX.
 
@@ -154,22 +159,26 @@ class tensorboard:
                 self._histogram(name, number, step)
             elif isinstance(number, np.ndarray):
                 finite = number[np.isfinite(number)]
-                if finite.size:
+                if finite.size and np.abs(finite).max() >= _LARGEST_TENSORBOARD_BIN:
+                    self._histogram(name, count_equally(finite), step)
+                elif finite.size:
                     self._writer.add_histogram(name, finite, step)
             else:
                 self._writer.add_scalar(name, number, step)
         self._writer.flush()
 
     def _histogram(self, name: str, found: Histogram, step: int) -> None:
-        edges, counts = _close_edges(found.edges), found.counts
-        middle = (edges[:-1] + edges[1:]) / 2
+        edges, counts = close_edges(found.edges), found.counts
+        middle = np.where(counts > 0, (edges[:-1] + edges[1:]) / 2, 0.0)
+        with np.errstate(over="ignore"):
+            squares = middle**2
         self._writer.add_histogram_raw(
             name,
             min=float(edges[0]),
             max=float(edges[-1]),
             num=float(counts.sum()),
             sum=float(counts @ middle),
-            sum_squares=float(counts @ middle**2),
+            sum_squares=float(counts @ squares),
             bucket_limits=edges[1:].tolist(),
             bucket_counts=counts.tolist(),
             global_step=step,
@@ -264,9 +273,13 @@ class wandb:
 
     def _shown(self, number: Number) -> Any:
         if isinstance(number, Histogram):
-            return self._wandb.Histogram(np_histogram=(number.counts, _close_edges(number.edges)))
+            return self._wandb.Histogram(np_histogram=(number.counts, close_edges(number.edges)))
         if isinstance(number, np.ndarray):
-            return self._wandb.Histogram(number[np.isfinite(number)])
+            finite = number[np.isfinite(number)]
+            found = count_equally(finite)
+            if len(found.counts) == 1:
+                return self._shown(found)
+            return self._wandb.Histogram(finite)
         return number
 
     def alert(self, event: AlertEvent) -> None:
@@ -324,16 +337,6 @@ class mlflow:
             >>> tapax.sink.mlflow().alert(event)  # doctest: +SKIP
         """
         self._mlflow.MlflowClient().set_tag(self._run, f"alert.{event.step}", event.message)
-
-
-def _close_edges(edges: np.ndarray) -> np.ndarray:
-    """Replace infinite edges, so that their bins are as wide as the neighbouring bins."""
-    edges = edges.copy()
-    if not np.isfinite(edges[-1]):
-        edges[-1] = 2 * edges[-2] - edges[-3] if len(edges) > 2 else edges[-2] + 1
-    if not np.isfinite(edges[0]):
-        edges[0] = 2 * edges[1] - edges[2] if len(edges) > 2 else edges[1] - 1
-    return edges
 
 
 def _import_package(package: str, extra: str | None = None) -> Any:

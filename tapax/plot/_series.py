@@ -19,7 +19,7 @@ import numpy as np
 from tapax._jax import Value
 from tapax._results import Taps
 from tapax._results.iterations import is_whole, rms, split_iterations, split_statistic
-from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
+from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest, split_row
 from tapax.monitoring._log import Log
 from tapax.monitoring._readings import split_statistics
 from tapax.monitoring._records import Histogram, split_name
@@ -180,9 +180,8 @@ def _read(
 
 def _site(row: str) -> Site:
     """Make the site of a row of a log."""
-    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row, re.DOTALL)
-    assert found is not None
-    return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
+    path, call, pullback, _ = split_row(row)
+    return Site(path, call=call, pullback=pullback)
 
 
 def _is_selected(at: Selection, site: Site, row: str) -> bool:

@@ -174,7 +174,7 @@ def _examples_of(dataset: Activations, rows: int) -> np.ndarray:
     """Number the examples, and return the number of the example of each row."""
     # `beside` may have replaced a column by one with several numbers for each row.
     names = [name for name in ("batch", "example") if dataset[name].ndim == 1]
-    pairs = np.array([np.asarray(dataset[name][:rows]) for name in names]).reshape(-1, rows)
+    pairs = np.array([np.asarray(dataset[name][:rows]) for name in names]).reshape(len(names), rows)
     return np.cumsum(np.any(np.diff(pairs, prepend=pairs[:, :1]) != 0, axis=0))
 
 

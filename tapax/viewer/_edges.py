@@ -15,7 +15,7 @@ from typing import TypedDict
 from tapax._results.flow import Flow
 from tapax.viewer._format import Edge
 
-_ITERATION = re.compile(r"\[[\d,]+\]$")
+_ITERATION = re.compile(r"\[\d+(?:,\d+)*\]$")
 _LAYER = re.compile(r"/(\d+)(?=[/.:@~]|$)")
 
 _Rows = Mapping[int, int]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from tapax.viewer import _browser
 from tapax.viewer._blobs import Blobs
@@ -170,7 +171,7 @@ class Page:
 
 
 def view(
-    *what: Viewable,
+    *what: Viewable | Sequence[Viewable],
     tokens: Tokens | None = None,
     directions: Directions | None = None,
     decode: Decode | None = None,
@@ -184,7 +185,8 @@ def view(
     Args:
         *what: Taps, a table of sites or residuals, a log, a finding, a difference, numbers by token
             (`tapax.viewer.ByToken`), a dataset of activations, or the path of a log, of taps or of
-            a dataset. The page shows several of these together, and compares them.
+            a dataset. The page shows several of these, or a list of them, together, and compares
+            them.
         tokens: The text of each token, for views of taps by token: a list of strings for each
             example.
         directions: The directions whose most active rows the page shows, for a dataset: a dict from
@@ -210,10 +212,18 @@ def view(
         >>> path = os.path.join(tempfile.mkdtemp(), "taps.html")
         >>> tapax.view(taps).save(path)
     """
-    page = make_page(*what, options=Options(tokens, directions, decode))
+    page = make_page(*_flatten(what), options=Options(tokens, directions, decode))
     if not _browser.is_notebook():
         page.open()
     return page
+
+
+def _flatten(what: Sequence[Viewable | Sequence[Viewable]]) -> Iterator[Viewable]:
+    for each in what:
+        if isinstance(each, (list, tuple)):
+            yield from cast(Sequence[Viewable], each)
+        else:
+            yield cast(Viewable, each)
 
 
 def make_payload(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> Payload:

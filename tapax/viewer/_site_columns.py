@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tapax._results.source_names import name_cell
-from tapax._sites import Site
+from tapax._sites import Site, split_row
 from tapax._sites.roles import place_rows
 from tapax.viewer._blobs import Blobs
 from tapax.viewer._format import Line, SiteColumns, SourceFile
 
 LARGEST_SOURCE = 2**20
 """The size above which a source file is not read, since it is generated code."""
-_ROW = re.compile(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[([\d,]+)\])?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ def _read_source(path: str) -> str | None:
 def make_site_columns(rows: Sequence[SiteRow], sources: Sources) -> SiteColumns:
     """Make the columns of sites, in the order of `rows`."""
     places = place_rows(row.name for row in rows)
-    parsed = [_parse(row.name) for row in rows]
+    parsed = [split_row(row.name) for row in rows]
     columns: dict[str, Any] = {
         "name": [row.name for row in rows],
         "path": [path for path, _, _, _ in parsed],
@@ -104,15 +102,6 @@ def make_site_columns(rows: Sequence[SiteRow], sources: Sources) -> SiteColumns:
         if any(entry is not None and entry != [] and bool(entry) for entry in column):
             columns[name] = column
     return cast(SiteColumns, columns)
-
-
-def _parse(name: str) -> tuple[str, int, int, tuple[int, ...]]:
-    """Split the name of a row into path, call, pullback and iteration."""
-    found = _ROW.fullmatch(name)
-    if found is None:  # a name with a line break
-        return name, 0, 0, ()
-    iteration = tuple(map(int, found[4].split(","))) if found[4] else ()
-    return found[1], int(found[2] or 0), int(found[3] or 0), iteration
 
 
 def _class_name(module: type | str | None) -> str:

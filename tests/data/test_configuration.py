@@ -69,10 +69,10 @@ def test_a_site_with_the_name_of_a_column_is_refused(tmp_path, name):
         )
 
 
-@pytest.mark.parametrize("to", [None, 3])
-def test_a_folder_that_is_not_a_path_is_refused_before_anything_is_traced(to):
+@pytest.mark.parametrize(("to", "error"), [(None, TypeError), (3, TypeError), ("", ValueError)])
+def test_a_folder_that_is_not_a_path_is_refused_before_anything_is_traced(to, error):
     def fn(x):
         raise AssertionError("traced")
 
-    with pytest.raises(TypeError, match="`to` takes the path of a folder, but is"):
+    with pytest.raises(error, match="`to` takes the path of a folder, but is"):
         tapax.harvest(fn, BATCH, to=to)

@@ -255,6 +255,17 @@ def test_a_source_for_grain_gives_rows_and_can_be_pickled(acts):
         acts.source("net/hiden")
 
 
+@pytest.mark.parametrize("select", [lambda a: a, lambda a: a.source(), lambda a: a["token"]])
+def test_a_dataset_can_be_unpickled_in_another_folder(folder, tmp_path, monkeypatch, select):
+    monkeypatch.chdir(folder.parent)
+    pickled = pickle.dumps(select(tapax.open(folder.name)))
+    monkeypatch.chdir(tmp_path)
+    found = pickle.loads(pickled)
+    last = found[64]
+    assert (last["token"] if isinstance(last, dict) else last) == TOKENS[64]
+    assert len(found) == 65
+
+
 def test_grain_shuffles_and_batches_a_source(acts):
     grain = pytest.importorskip("grain")
     batches = grain.MapDataset.source(acts.source("net/hidden")).shuffle(seed=0).batch(13)

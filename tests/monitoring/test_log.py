@@ -100,6 +100,8 @@ def test_a_log_has_series():
         log["a/value_rm"]
     with pytest.raises(KeyError, match="It contains no numbers yet"):
         Log()["a"]
+    with pytest.raises(TypeError, match=r"takes the name of a number, .* not 0 of type int"):
+        log[0]
 
 
 def test_a_name_that_changes_its_shape_has_no_series():

@@ -242,3 +242,17 @@ def test_scalars_logged_after_the_end_are_warned_of_once():
         watched.log(loss=loss)
     watched.log(loss=loss)
     assert "loss" not in log.names
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".safetensors"])
+@pytest.mark.parametrize("name", ["a\nb", "h[1,]", "h/value_rms", "0"])
+def test_names_of_any_characters_are_recorded(tmp_path, name, suffix):
+    path = tmp_path / f"run{suffix}"
+    step = jax.jit(lambda x: tapax.sow(x, name))
+    with tapax.monitor(step, every=1, values=["**"], grads=None, to=path) as watched:
+        for x in (1.0, 2.0):
+            watched(x)
+    log = tapax.open(path)
+    assert log.names == [f"{name}/value_rms"]
+    assert log[f"{name}/value_rms"].values.tolist() == [1.0, 2.0]
+    assert list(log.steps) == [0, 1]

@@ -164,6 +164,31 @@ def test_tensorboard_gets_scalars_and_histograms(tmp_path):
     assert any(step == 7 and tag.startswith("alerts") for step, tag in found)
 
 
+@pytest.mark.parametrize(
+    "numbers", [[1e38, 1e38], [-1e38, 2e38, 0.5], [1e20, np.inf, np.nan], [1.7e308, -1.7e308]]
+)
+def test_tensorboard_gets_histograms_of_huge_numbers(tmp_path, numbers):
+    pytest.importorskip("tensorboardX")
+    write = sink.tensorboard(tmp_path / "events")
+    write(0, {"h/value_rms": np.array(numbers)})
+    write.close()
+    (histogram,) = (v.histo for _, v in events(tmp_path / "events"))
+    finite = np.clip([x for x in numbers if np.isfinite(x)], -1e300, 1e300)
+    assert histogram.num == sum(histogram.bucket) == len(finite)
+    assert histogram.min <= min(finite) and max(finite) <= histogram.max
+
+
+def test_weights_and_biases_gets_histograms_of_numbers_too_close_to_bin(monkeypatch):
+    logged = []
+    module = types.SimpleNamespace(run=types.SimpleNamespace(log=logged.append))
+    # As wandb does: NumPy raises for equal numbers without 64 floats around them.
+    module.Histogram = lambda x=None, np_histogram=None: np_histogram or np.histogram(x, bins=64)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for numbers in ([1e38, 1e38], [1.0, np.nextafter(1, 2)], [0.0, 0.0], [np.nan]):
+        sink.wandb()(0, {"h/value_rms": np.array(numbers)})
+    assert [record["h/value_rms"][0].sum() for record in logged] == [2, 2, 2, 0]
+
+
 def test_weights_and_biases_is_given_numbers_and_histograms(monkeypatch):
     logged, alerts = [], []
     run = types.SimpleNamespace(log=logged.append, alert=lambda **kw: alerts.append(kw))

@@ -198,6 +198,7 @@ def test_layers_of_a_model_of_flax_have_roles():
         (["a/up", "a/down", "a"], [("a/up", ()), ("a/down", ()), ("a", ())]),
         (["N/l/0/f[0]", "N/l/1/f[0]", "N/l/0/f[1]", "N/l/1/f[1]"],
          [("0/f", (0,)), ("1/f", (0,)), ("0/f", (1,)), ("1/f", (1,))]),
+        (["N/\nb/0/f", "N/\nb/1/f", "h[1,]"], [("f", (0,)), ("f", (1,)), ("h[1,]", ())]),
     ],
 )  # fmt: skip
 def test_roles_and_depths_of_names(rows, wanted):

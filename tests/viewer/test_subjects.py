@@ -281,6 +281,26 @@ def test_contexts_of_a_dataset_with_a_wide_column_for_examples(tmp_path):
     assert (first["row"], first["activations"]) == (2, [2.0, 4.0, 6.0])  # within its batch
 
 
+def test_a_dataset_without_rows_shows_its_columns(tmp_path):
+    acts = tapax.harvest(
+        lambda x: tapax.sow(x, "h"),
+        [np.ones((2, 3), np.float32)],
+        to=tmp_path,
+        keep=lambda batch: np.zeros(2, bool),
+    )
+    dataset = read(acts)[0]["subjects"][0]["dataset"]
+    assert dataset["rows"] == 0
+    assert [column["name"] for column in dataset["columns"]] == ["batch", "example", "h"]
+    assert [top["contexts"] for top in dataset["tops"]] == [[]]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "h[1,]", "h[,]", "a\nb/blocks/0"])
+def test_names_of_any_characters_are_names(name):
+    fn = lambda x: tapax.sow(x, name)
+    for subject in (tapax.capture(fn)(1.0)[1], tapax.sites(fn)(1.0)):
+        assert read(subject)[0]["subjects"][0]["sites"]["path"] == [name]
+
+
 def test_a_dataset_that_is_not_complete_says_so(tmp_path):
     batches = [np.ones((2, 3), np.float32)] * 4
     given = {"to": tmp_path, "units": 4, "worker": (0, 2), "take_over": False}
@@ -289,11 +309,29 @@ def test_a_dataset_that_is_not_complete_says_so(tmp_path):
     assert message["text"] == "The dataset is not complete: 2 of 4 units."
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_arrays_without_a_mean_are_shown_without_warnings(number):
+    fn = lambda x: tapax.sow(jnp.full((3, 3), x), "h")
+    header, _ = read(tapax.capture(fn)(number)[1])
+    assert header["subjects"][0]["arrays"][0]["rendering"]
+
+
 def test_a_program_without_sites_says_so():
     with pytest.warns(UserWarning, match="has no sites"):
         sites = tapax.sites(lambda x: x)(1.0)
     (message,) = read(sites)[0]["subjects"][0]["messages"]
     assert message["text"] == "The program has no sites."
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_subjects_is_shown_as_the_subjects_are(stub_bundle, tmp_path, kind):
+    taps = [tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1] for x in (1.0, 2.0)]
+    for what in ([kind(taps)], taps):
+        page = tapax.view(*what)
+        page.save(tmp_path / "taps.html")
+        assert [s["name"] for s in page.header["subjects"]] == ["capture a", "capture b"]
+    with pytest.raises(TypeError, match="at least one capture"):
+        tapax.view(kind())
 
 
 def test_several_subjects_of_one_kind_are_told_apart(acts):
