@@ -1,5 +1,6 @@
 """Equations and arrays in the user's words: the file and line, the name of the argument."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -68,10 +69,16 @@ class ArgumentNames:
         rest: list[Any] = list(known or keys)
         which = rest.pop(0)
         if known and which.idx == 0:
-            try:
-                names = list(inspect.signature(self._fn).parameters)
-                rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
-            except (TypeError, ValueError, IndexError, AttributeError):
-                pass
+            with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError):
+                rest[:1] = self._parameter(rest[0].idx)
         keystr: Function = getattr(jax.tree_util, "keystr")  # noqa: B009  (it has no full types)
         return keystr(tuple(rest), simple=True, separator="/")
+
+    def _parameter(self, position: int) -> list[Any]:
+        """Return the keys of a positional argument; `*args` has one for each of its arguments."""
+        parameters = list(inspect.signature(self._fn).parameters.values())
+        for number, parameter in enumerate(parameters[: position + 1]):
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                key = jax.tree_util.SequenceKey(position - number)
+                return [jax.tree_util.GetAttrKey(parameter.name), key]
+        return [jax.tree_util.GetAttrKey(parameters[position].name)]

@@ -89,6 +89,7 @@ from tapax._jax.types import (
     like,
     literal_value,
     on_mesh,
+    shard_count,
     spread,
     stacked,
     unstacked,

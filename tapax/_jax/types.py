@@ -120,9 +120,15 @@ def device_nbytes(aval: AbstractValue) -> int:
     sharding: Any = getattr(aval, "sharding", None)
     if sharding is None:
         return nbytes
+    return nbytes // math.prod(shard_count(sharding, axis) for axis in range(len(sharding.spec)))
+
+
+def shard_count(sharding: Any, axis: int) -> int:
+    """Return the number of pieces into which the sharding of a type cuts an axis."""
     sizes: Mapping[str, int] = sharding.mesh.shape
-    axes = (axis for part in sharding.spec for axis in (part if type(part) is tuple else (part,)))
-    return nbytes // math.prod(sizes[axis] for axis in axes if axis is not None)
+    part = sharding.spec[axis]
+    names = part if type(part) is tuple else () if part is None else (part,)
+    return math.prod(sizes[name] for name in names)
 
 
 def is_on_host(aval: AbstractValue) -> bool:

@@ -1,6 +1,5 @@
 """Analysis and rewriting of jaxprs with taps, without evaluation."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from tapax._jax import Atom, Equation, Jaxpr, PyTree, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
-from tapax._marks.scopes import Scopes, scopes_of
+from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, tap_effect, tap_p
 
 
@@ -113,19 +112,6 @@ class TappedBodies:
             # Keep the jaxpr alive, so that no other object gets its id.
             self._known[id(inner)] = inner, found
         return self._known[id(inner)][1]
-
-
-def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
-    """Count the calls of each site in a body."""
-    found: Counter[str] = Counter()
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        here = scopes_of(eqn, scopes)
-        if eqn.primitive is tap_p and eqn.params["kind"] == "value":
-            found[eqn.params["mark"].within(here).path] += 1
-        elif tap_effect in eqn.effects:
-            for body in bodies(eqn):
-                found += count_calls(body, here)
-    return found
 
 
 def is_of_two(branches: Sequence[Any]) -> bool:

@@ -153,7 +153,7 @@ tap_p.multiple_results = True
 
 def tap(x: Value, mark: Mark) -> Any:
     """Mark an array and return it."""
-    params: dict[str, Any] = {"axes": (), "branches": (), "shift": 0, "level": 0}
+    params: dict[str, Any] = {"axes": (), "branches": (), "turns": (), "level": 0}
     # An operation in the loop of a library may count the iterations of all examples.
     active = [] if mark.kind in ("op", "name") else active_operands()
     return tap_p.bind(x, *active, mark=mark, kind="value", **params)[0]

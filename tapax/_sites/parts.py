@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tapax._jax import SEQUENCES, ArrayLike, Value
+from tapax import _jax
+from tapax._jax import SEQUENCES, ArrayLike, Value, typed
 from tapax._sites.errors import SiteError, wrong_type
 from tapax._sites.matching import Selector, admits, picks, show
 from tapax._sites.site import Site
@@ -189,15 +190,36 @@ class Index:
         return Index(self.items, tuple(numbers))
 
     def pick(self, x: Value) -> Any:
-        """Return the part of `x` that the index selects."""
-        return x[self.key]
+        """Return the part of `x` that the index selects, sharded like `x` where its axes divide."""
+        return self._gathered(x, to_set=False)[self.key]
 
     def put(self, x: Value, part: Value) -> Any:
         """Return `x` with the part that the index selects replaced by `part`."""
-        array: Any = x
+        array = self._gathered(x, to_set=True)
+        if array is not x:
+            replaced = typed.eval_shape(self.pick, array)
+            part = _jax.with_spec(part, replaced.sharding.spec)
         # If JAX does not know that no entry is set twice, it looks for entries that are, and fails
         # in a derivative of a sharded value.
-        return array.at[self.key].set(part, unique_indices=self._is_unique(x.shape))
+        out = array.at[self.key].set(part, unique_indices=self._is_unique(x.shape))
+        return _jax.with_spec(out, jax.typeof(x).sharding.spec)
+
+    def _gathered(self, x: Value, *, to_set: bool) -> Any:
+        """Replicate the axes of `x` that JAX cannot index because an explicit mesh shards them.
+
+        JAX can read a slice of such an axis if the mesh divides its length, but cannot set it.
+        """
+        sharding = jax.typeof(x).sharding
+        spec, axis = list(sharding.spec), 0
+        for item, sizes in zip(self.items, self._axes_of(x.shape), strict=True):
+            for size in sizes:
+                taken = _taken(item, size)
+                shards = _jax.shard_count(sharding, axis)
+                is_readable = taken is not None and len(taken) % shards == 0
+                if taken != range(size) and (to_set or not is_readable):
+                    spec[axis] = None
+                axis += 1
+        return _jax.with_spec(x, spec)
 
     def _is_unique(self, shape: tuple[int, ...]) -> bool:
         """Return whether the index selects no entry of a value twice."""
@@ -276,6 +298,13 @@ def _plain(item: Any) -> Any:
     if isinstance(item, StepSlice):
         return item.slice
     return item.array if isinstance(item, _IndexArray) else item
+
+
+def _taken(item: _Item, size: int) -> range | None:
+    """Return what an item selects of an axis, or None if that is no slice."""
+    if item is Ellipsis:
+        return range(size)
+    return range(*item.slice.indices(size)) if isinstance(item, StepSlice) else None
 
 
 def _whole(item: _Item) -> _Item:

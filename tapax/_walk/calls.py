@@ -11,6 +11,7 @@ from typing import Any
 
 from tapax._jax import Equation, Value
 from tapax._marks.tap import Mark
+from tapax._marks.turns import Turns
 from tapax._sites import ScannedLayers, Site
 
 
@@ -56,9 +57,10 @@ class Calls:
         eqn: Equation,
         branches: tuple[int, ...],
         layers: tuple[ScannedLayers, ...],
+        turns: Turns,
     ) -> Call:
         """Return the call of a `value` tap, which is a new call outside of eager loops."""
-        number = self._numbers[mark.path] + eqn.params["shift"]
+        number = self._numbers[mark.path] + turns.shift(mark.path, eqn.params["turns"])
         self._numbers[mark.path] += 1
         branches = (*branches, *eqn.params["branches"])
         known = self._known.get((mark.path, number))

@@ -37,6 +37,7 @@ from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import TAPS, TappedBodies, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
+from tapax._marks.turns import Turns
 from tapax._sites import SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.changes import Around, Change, Changes, Key, layers_of
@@ -122,6 +123,11 @@ class Interpreter(Recorder):
         return _jax.closed(self._program)[0]
 
     @functools.cached_property
+    def _turns(self) -> Turns:
+        assert self._program is not None
+        return Turns(self._program)
+
+    @functools.cached_property
     def first_mesh(self) -> Mesh | None:
         """The first mesh that the program uses."""
         assert self._program is not None
@@ -186,7 +192,7 @@ class Interpreter(Recorder):
         if new:
             scopes = scopes_of(eqn, self.scopes)
             here, layers = mark.within(scopes), layers_of(self.around, scopes)
-            calls = [self._calls.new(here, eqn, self._branches, layers)]
+            calls = [self._calls.new(here, eqn, self._branches, layers, self._turns)]
         elif grad:
             call_of_gradient = self._gradient_call(eqn, rest[0])
             calls = [] if call_of_gradient is None else [call_of_gradient]

@@ -13,7 +13,7 @@ rules keep the second run from marking values a second time.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVarTuple
 
 import jax
@@ -25,9 +25,9 @@ from tapax._jax import Equation, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jaxpr import derivatives
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
-from tapax._marks.marked_jaxprs import TAPS, count_calls, is_of_two, quieted, strip
-from tapax._marks.scopes import scopes_of
+from tapax._marks.marked_jaxprs import TAPS, is_of_two, quieted, strip
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
+from tapax._marks.turns import Branch, branches_in_turn
 from tapax._sites import SiteError
 from tapax._walk.folds import FoldThread
 from tapax._walk.interpreter import Interpreter, WalkHooks
@@ -67,9 +67,9 @@ class _Condition:
 class _Guard(WalkHooks):
     """Hooks that leave the taps in the program and give each the condition."""
 
-    def __init__(self, branches: tuple[int, ...] = (), shifts: Mapping[str, int] | None = None):
+    def __init__(self, branches: tuple[int, ...] = (), in_turn: Branch | None = None):
         self._numbers = branches
-        self._shifts = shifts or {}
+        self._in_turn = in_turn
 
     def run(self, active: Value, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a program, and give each of its taps the condition `active`."""
@@ -102,9 +102,10 @@ class _Guard(WalkHooks):
             inner = args[count]
             active = active.reshape(active.shape + (1,) * (inner.ndim - active.ndim)) & inner
         branches = (*self._numbers, *eqn.params["branches"])
-        path = eqn.params["mark"].within(scopes_of(eqn, walk.scopes)).path
-        shift = eqn.params["shift"] + self._shifts.get(path, 0)
-        params = dict(eqn.params, branches=branches, shift=shift)
+        turns = eqn.params["turns"]
+        if self._in_turn is not None:
+            turns = (self._in_turn.turn(), *turns)
+        params = dict(eqn.params, branches=branches, turns=turns)
         return list(tap_p.bind(*args[:count], active, **params))
 
     def last_test(self, walk: Interpreter, record: Callable[[], None]) -> None:
@@ -168,18 +169,14 @@ _CUSTOM = {Kind.CUSTOM_JVP: _custom_jvp, Kind.CUSTOM_VJP: _custom_vjp}
 def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
     """Make branches that also take the index, and give their taps the condition to be chosen.
 
-    Under `vmap` the branches run one after the other. `lax.cond` puts the branch for true second,
-    although it was written first, so the shifts correct the numbers of the calls.
+    Those of a `lax.cond` also get their turn: see `_marks.turns`.
     """
-    shifts: list[dict[str, int]] = [{} for _ in branches]
-    if is_of_two(branches):
-        false, true = map(count_calls, branches)
-        shifts = [dict(true), {path: -n for path, n in false.items()}]
+    in_turn = branches_in_turn() if is_of_two(branches) else [None for _ in branches]
 
     def guarded(number: int, branch: Any) -> Any:
         def body(*args: Any) -> list[Any]:
             *values, index = args
-            return _Guard((number,), shifts[number]).run(index == number, branch, values)
+            return _Guard((number,), in_turn[number]).run(index == number, branch, values)
 
         avals = [v.aval for v in _jax.open_jaxpr(branch).invars]
         return typed.make_jaxpr(body)(*avals, index)

@@ -25,6 +25,7 @@ from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
 from tapax._marks.marked_jaxprs import TappedBodies, is_of_two
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
+from tapax._marks.turns import Turns
 from tapax._results.flow import Flow, FlowSite, keep_last
 from tapax._sites import Site
 from tapax._walk.replayed_loops import BACKWARD, find_loop
@@ -41,7 +42,7 @@ Reached = frozenset[int]
 
 def find_flow(jaxpr: Jaxpr) -> Flow:
     """Find the flow of data between the sites of a program."""
-    analysis = _FlowAnalysis()
+    analysis = _FlowAnalysis(jaxpr)
     analysis.run(jaxpr, [analysis.nothing for _ in _jax.open_jaxpr(jaxpr).invars])
     return Flow(tuple(analysis.sites), tuple(sorted(analysis.edges)), frozenset(analysis.limited))
 
@@ -49,12 +50,13 @@ def find_flow(jaxpr: Jaxpr) -> Flow:
 class _FlowAnalysis(ForwardAnalysis[Reached]):
     nothing = frozenset[int]()
 
-    def __init__(self) -> None:
+    def __init__(self, program: Jaxpr) -> None:
         self.sites: list[FlowSite] = []
         self.edges: set[tuple[int, int]] = set()
         self.limited: set[int] = set()
         self._tapped = TappedBodies()
         self._calls: Counter[str] = Counter()
+        self._turns = Turns(program)
         self._uids: set[int] = set()
         self._scopes: Scopes = ()
         self._recomputing = False
@@ -168,7 +170,7 @@ class _FlowAnalysis(ForwardAnalysis[Reached]):
             return None
         self._uids.add(mark.uid)
         mark = mark.within(scopes_of(eqn, self._scopes))
-        call = self._calls[mark.path] + eqn.params["shift"]
+        call = self._calls[mark.path] + self._turns.shift(mark.path, eqn.params["turns"])
         self._calls[mark.path] += 1
         if mark.kind in _UNLISTED:
             return None

@@ -437,3 +437,14 @@ CLOSED_OVER = np.array([1.0, np.inf, 2.0], np.float32)
 def test_constant_of_an_inner_function_is_found(program):
     found = find_nonfinite(program)(jnp.ones(3))
     assert (found.operation, found.kind, found.index, found.count) == ("constant", "inf", (1,), 1)
+
+
+def test_names_of_positional_arguments():
+    bad, good = jnp.array([jnp.nan]), jnp.ones(1)
+    several = lambda first, *rest, last=1.0, **more: first + sum(rest) * last
+    assert find_nonfinite(several)(bad, good).path == "first"
+    assert find_nonfinite(several)(good, bad).path == "rest/0"
+    assert find_nonfinite(jax.jit(several))(good, good, bad).path == "rest/1"
+    assert find_nonfinite(several)(good, good, last=bad).path == "last"
+    wrapper = lambda *args, **kwargs: several(*args, **kwargs)
+    assert find_nonfinite(wrapper)(good, bad).path == "args/1"

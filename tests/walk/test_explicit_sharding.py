@@ -279,3 +279,61 @@ def test_derivatives_of_an_edited_part_of_mapped_gradients(index):
     with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
         want = jax.value_and_grad(by_hand, argnums=(0, 1))(jnp.asarray(X), 3.0)
     assert_close(got, want, 1e-5)
+
+
+PARTS = [
+    np.s_[0],
+    np.s_[:, -1],
+    np.s_[..., 1:3],
+    np.s_[2:5],
+    np.s_[:4],
+    np.s_[::-1],
+    np.s_[1, 2],
+    np.s_[None, 3],
+    np.array([0, 5]),
+    (np.array([0, 5]), np.array([1, 3])),
+    X.mean() < X,
+]
+
+
+@pytest.mark.parametrize("index", PARTS, ids=str)
+def test_parts_of_sharded_axes(index):
+    def run(x):
+        return jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2)
+
+    x, h = jax.device_put(X, P("x", "y")), np.sin(X)
+    part = tapax.at("h", index=index)
+    taps = tapax.capture(jax.grad(run), values=part, grads=part)(x)[1]
+    assert_close(taps.values["h"], h[index], 1e-6)
+    assert_close(taps.grads["h"], 2 * h[index], 1e-6)
+    assert_close(tapax.grad(run, at=part)(x)["h"], 2 * h[index], 1e-6)
+
+    factor = np.ones_like(X)
+    factor[index] = 3
+    numbers = np.arange(1.0, 1 + h[index].size, dtype=np.float32).reshape(h[index].shape)
+    replaced = h.copy()
+    replaced[index] = numbers
+    outside = np.where(factor == 3, 0, 2 * h * np.cos(X))
+    for form in (run, jax.jit(run)):
+        tripled = tapax.edit(form, values={part: lambda h: 3 * h})
+        assert_close(tripled(x), np.sum((factor * h) ** 2), 1e-5)
+        derivative = jax.grad(tripled)(x)
+        assert jax.typeof(derivative) == jax.typeof(x)
+        assert_close(derivative, 2 * factor**2 * h * np.cos(X), 1e-5)
+        by_array = tapax.edit(form, values={part: jnp.asarray(numbers)})
+        assert_close(by_array(x), np.sum(replaced**2), 1e-5)
+        assert_close(jax.grad(by_array)(x), outside, 1e-5)
+
+
+def test_traced_index_of_a_sharded_axis():
+    def run(i, x):
+        edit = {tapax.at("h", index=np.s_[i, 1]): lambda h: 3 * h}
+        return tapax.edit(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h")), values=edit)(x)
+
+    x, h = jax.device_put(X, P("x", "y")), np.sin(X)
+    for i in (0, 7):
+        got, derivative = jax.jit(jax.value_and_grad(run, argnums=1))(i, x)
+        assert_close(got, h.sum() + 2 * h[i, 1], 1e-5)
+        factor = np.ones_like(X)
+        factor[i, 1] = 3
+        assert_close(derivative, factor * np.cos(X), 1e-5)
