@@ -17,9 +17,10 @@ from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function, transformed
-from tapax._jax import Equation, PyTree, Value
+from tapax._jax import Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import Scan
+from tapax._jaxpr.rewrite import drop_after_results
 from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
 from tapax._sites import At, OneSite, Selection, SiteError, as_array, check, flatten, show
@@ -185,7 +186,7 @@ class _PrefixTransform(_CutTransform):
         def before(*arrays: Value) -> Any:
             return program.walk(plan, arrays)[1].values[name]
 
-        return None, evaluate_needed(before, call.arrays)
+        return None, evaluate_before_end(before, call.arrays)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
@@ -218,14 +219,26 @@ class _SuffixTransform(_CutTransform):
             builder.change(spot, lambda x, counters, part: part, [part])
             return TracedCall(program, arrays).run_changed(builder.changes())
 
-        return evaluate_needed(after, [call.operands, *call.arrays]), ()
+        return _evaluate_needed(after, [call.operands, *call.arrays]), ()
 
 
-def evaluate_needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    """Evaluate a function without the operations that its results do not need."""
+def evaluate_before_end(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    """Evaluate a function until its results are known; later effects, such as prints, do not run.
+
+    Leave out operations that neither the results nor earlier effects need.
+    """
+    return _evaluate_needed(fn, arrays, lambda jaxpr: _jax.dce(drop_after_results(jaxpr)))
+
+
+def _evaluate_needed(
+    fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    shorten: Callable[[Jaxpr], Jaxpr] = lambda jaxpr: jaxpr,
+) -> Any:
+    """Evaluate a function without the operations that neither its results nor its effects need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with internal_operations():
-        outs = _jax.as_function(_jax.dce(made))(*arrays)
+        outs = _jax.as_function(shorten(_jax.dce(made)))(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from tapax import _jax
 from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Var, typed
+from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.kinds import CALLS, Kind, kind_of
 
 Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
 """A function of an equation and the renamed variables; returns the equations that replace it.
@@ -12,6 +14,8 @@ Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
 The operands of the equation are renamed already. The function may rename more variables for the
 equations that follow.
 """
+
+_RUNS_ONCE = CALLS | Kind.REMAT | Kind.SHARD_MAP
 
 
 def rewrite(
@@ -39,6 +43,30 @@ def rewrite(
         effects=frozenset(inner.effects) - drop_effects,
     )
     return _jax.with_open_jaxpr(jaxpr, new)
+
+
+def drop_after_results(jaxpr: Jaxpr) -> Jaxpr:
+    """Drop the equations after the last one that computes a result, with their effects.
+
+    JAX's elimination of dead code keeps equations with effects, such as `jax.debug.print`, and all
+    that they need.
+    """
+    inner = _jax.open_jaxpr(jaxpr)
+    results = {v for v in inner.outvars if not isinstance(v, _jax.Literal)}
+    eqns = list(inner.eqns)
+    while eqns and results.isdisjoint(eqns[-1].outvars):
+        eqns.pop()
+    if eqns and kind_of(eqns[-1]) in _RUNS_ONCE:
+        eqns[-1] = map_equation_bodies(eqns[-1], drop_after_results)
+        eqns[-1] = eqns[-1].replace(effects=_remaining(eqns[-1].effects, bodies(eqns[-1])))
+    effects = _remaining(inner.effects, eqns)
+    return _jax.with_open_jaxpr(jaxpr, inner.replace(eqns=eqns, effects=effects))
+
+
+def _remaining(effects: Iterable[Any], parts: Iterable[Any]) -> frozenset[Any]:
+    """Return the effects of some parts of a program, and those on an input by its number."""
+    kept = frozenset[Any]().union(*(part.effects for part in parts))
+    return frozenset(e for e in effects if e in kept or hasattr(e, "input_index"))
 
 
 def map_bodies(value: PyTree, fn: Callable[[Jaxpr], Any]) -> Any:

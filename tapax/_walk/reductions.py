@@ -236,7 +236,7 @@ def refusal(site: Site, reducer: Reducer, own: PyTree) -> str | None:
     if not reducer.takes(own.dtype):
         return (
             f"tapax.reduce.{reducer} needs {reducer.needs}, but the {site.described}, has values "
-            f"of the type {own.dtype}. Take a reducer that is for them, or leave the site out."
+            f"of the type {own.dtype}. Choose a reducer that takes them, or leave the site out."
         )
     axes = () if reducer.axis is None else reducer.axis
     rank = len(own.shape)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._api.cut import evaluate_needed
+from tapax._api.cut import evaluate_before_end
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction
 from tapax._jax import PyTree, Value
@@ -92,7 +92,7 @@ class _RowTransform(Transform):
         def captured(*arrays: Value) -> Taps:
             return call.program.walk(self.plan, arrays, warn=True)[1]
 
-        return None, self._rows_of(evaluate_needed(captured, call.arrays))
+        return None, self._rows_of(evaluate_before_end(captured, call.arrays))
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra

@@ -26,4 +26,4 @@ __all__ = [
     "mark_states",
 ]
 
-__getattr__, _ = load_lazily(__name__, __all__, {__name__: ("online",)})
+__getattr__, __dir__ = load_lazily(__name__, [*__all__, "online"], {__name__: ("online",)})
