@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from tapax.data._shard_set import ShardSet
 
 
-def _open_array(path: str, name: str) -> LazyArray:
-    """Open the array of a dataset that another process has pickled."""
-    from tapax.data._activations import Activations  # its module imports this one
-
-    return Activations(path)[name]
-
-
 class LazyArray:
     """The rows of one site or column: an array on disk, of shape [rows, ...].
 
@@ -29,7 +22,7 @@ class LazyArray:
     comma, any index of NumPy applies within the rows: `array[:100, 0]`. A slice within one shard is
     a view of the file, which takes no memory; any other index makes a copy. `np.asarray(array)`
     reads the whole array, and so do `array == x` and `array != x`, which compare its elements.
-    `name`, `shape` and `dtype` describe it. A pickled array has only the path and the name.
+    `name`, `shape` and `dtype` describe it. A pickled array contains no rows.
 
     Args:
         array: The entry of the site or column in the manifest.
@@ -153,9 +146,6 @@ class LazyArray:
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return out[back]
-
-    def __reduce__(self) -> Any:
-        return _open_array, (self._shards.path, self.name)
 
     def _slice(self, start: int, stop: int) -> np.ndarray:
         parts = self._shards.slices(self._key, start, stop)

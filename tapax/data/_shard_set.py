@@ -6,6 +6,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +39,10 @@ class ShardSet:
         self._resident_bytes = 0
         self._lock = threading.Lock()
 
-    @property
-    def path(self) -> str:
-        """The absolute path of the dataset."""
-        return str(self._folder.path.absolute())
+    def __reduce__(self) -> Any:
+        # A worker process may have another current folder.
+        folder = DatasetFolder(self._folder.path.absolute())
+        return ShardSet, (folder, self.units, self.counts, self._hash)
 
     @property
     def rows(self) -> int:
