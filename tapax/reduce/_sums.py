@@ -58,6 +58,14 @@ def square(x: Value) -> Any:
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else jnp.square(x)
 
 
+def _scaled_square(x: Value, scale: Value) -> Any:
+    """Square the magnitude of each element times `scale`."""
+    if not jnp.iscomplexobj(x):
+        return jnp.square(x * scale)
+    # An infinite complex number times a number is NaN, because one of its parts is 0 * infinity.
+    return jnp.square(jnp.real(x) * scale) + jnp.square(jnp.imag(x) * scale)
+
+
 def scales(dtype: Any) -> tuple[float, float]:
     """Return the factors that enlarge, and that shrink, magnitudes before they are squared."""
     scale = 2.0 ** (jnp.finfo(dtype).maxexp * 25 // 64)
@@ -69,13 +77,13 @@ def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
     # value. The barrier gives each site separate constants, which XLA broadcasts as it sums.
     factors = (np.asarray(scale, x.real.dtype) for scale in scales(x.dtype))
     x, *own = lax.optimization_barrier((x, *factors))
-    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in own]
+    return [_scaled_square(x, scale).sum(axes, dtype=x.real.dtype) for scale in own]
 
 
 def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
     # For two sums XLA makes two kernels, and each reads the value. There is no barrier here: XLA
     # would treat its results as one operand of all sites, and merge their reductions.
-    terms = [square(x * np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
+    terms = [_scaled_square(x, np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
     varying = _jax.varying_axes(jax.typeof(x))
     zeros = [_jax.with_varying(jnp.zeros((), term.dtype), varying) for term in terms]
     return list(lax.reduce(terms, zeros, lambda a, b: [a[0] + b[0], a[1] + b[1]], axes))
