@@ -301,7 +301,7 @@ def _plain(item: Any) -> Any:
 
 
 def _taken(item: _Item, size: int) -> range | None:
-    """Return what an item selects of an axis, or None if that is no slice."""
+    """Return what an item selects of an axis, or None if that is not a slice."""
     if item is Ellipsis:
         return range(size)
     return range(*item.slice.indices(size)) if isinstance(item, StepSlice) else None

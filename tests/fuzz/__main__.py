@@ -7,6 +7,7 @@ command prints the smallest failing program as Python that rebuilds it.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -67,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     added = (f"{flag}={value}" for flag, value in FLAGS.items() if flag not in given)
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
     warnings.filterwarnings("ignore", "The function has no sites")
+    # Most objects live as long as the process, so collect garbage rarely.
+    gc.freeze()
+    gc.set_threshold(100_000, 20)
     seed = int(time.time()) if options.seed is None else options.seed
     console = Console()
     console.print(f"jax {jax.__version__}, {jax.device_count()} devices, seed {seed}")

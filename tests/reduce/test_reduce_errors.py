@@ -154,7 +154,7 @@ def test_a_step_beyond_the_loop():
 
 NEEDS = (
     "tapax.reduce.{} needs floating-point numbers, but the site 'n', marked at HERE, has values of "
-    "the type int32. Take a reducer that is for them, or leave the site out."
+    "the type int32. Choose a reducer that takes them, or leave the site out."
 )
 
 
