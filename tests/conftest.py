@@ -26,7 +26,7 @@ if jax.config.jax_enable_x64:
 def pytest_collection_modifyitems(items):
     """Skip tests of framework features that a JAX setting breaks, with or without tapax."""
     for item in items:
-        if "brainstate" not in item.nodeid:
+        if "brainstate" not in item.nodeid and "braintrace" not in item.nodeid:
             continue
         if jax.config.jax_enable_checks:
             item.add_marker(pytest.mark.skip(reason="brainstate fails with jax_enable_checks"))
