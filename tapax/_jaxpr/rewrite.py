@@ -95,9 +95,9 @@ def map_equation_bodies(
     return eqn.replace(params=params, effects=frozenset(eqn.effects) - drop_effects)
 
 
-def zeros_equation(variable: Var) -> Equation:
-    """Make an equation that sets a variable to zeros."""
-    return _equation_of(variable.aval).replace(outvars=[variable])
+def zeros_equation(variable: Var, eqn: Equation) -> Equation:
+    """Make an equation that sets a variable to zeros, in the context of `eqn`: its mesh."""
+    return _equation_of(variable.aval).replace(outvars=[variable], ctx=eqn.ctx)
 
 
 def _equation_of(aval: AbstractValue) -> Equation:

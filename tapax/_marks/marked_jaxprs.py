@@ -25,14 +25,14 @@ def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
             if eqn.params["kind"] == "value":
                 found.append(eqn.params["mark"].within(scopes_of(eqn)))
             names[eqn.outvars[0]] = eqn.invars[0]
-            yield from map(zeros_equation, eqn.outvars[1:])
+            yield from (zeros_equation(token, eqn) for token in eqn.outvars[1:])
         elif eqn.primitive is not change_p:
             yield map_equation_bodies(eqn, strip_body, TAPS)
         # Without an edit the function is the identity, whose higher derivatives are zero.
         elif eqn.params["order"] < 2:
             names[eqn.outvars[0]] = eqn.invars[-1]
         else:
-            yield zeros_equation(eqn.outvars[0])
+            yield zeros_equation(eqn.outvars[0], eqn)
 
     def strip_body(jaxpr: Jaxpr) -> Jaxpr:
         # The taps of values that a backward pass recomputes have no effect.
