@@ -219,7 +219,7 @@ class _SuffixTransform(_CutTransform):
             builder.change(spot, lambda x, counters, part: part, [part])
             return TracedCall(program, arrays).run_changed(builder.changes())
 
-        return _evaluate_needed(after, [call.operands, *call.arrays]), ()
+        return _evaluate(after, [call.operands, *call.arrays], _jax.dce), ()
 
 
 def evaluate_before_end(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -227,18 +227,20 @@ def evaluate_before_end(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 
     Leave out operations that neither the results nor earlier effects need.
     """
-    return _evaluate_needed(fn, arrays, lambda jaxpr: _jax.dce(drop_after_results(jaxpr)))
+
+    def shorten(jaxpr: Jaxpr) -> Jaxpr:
+        return _jax.dce(drop_after_results(_jax.dce(jaxpr)))
+
+    return _evaluate(fn, arrays, shorten)
 
 
-def _evaluate_needed(
-    fn: Callable[..., Any],
-    arrays: Sequence[Any],
-    shorten: Callable[[Jaxpr], Jaxpr] = lambda jaxpr: jaxpr,
+def _evaluate(
+    fn: Callable[..., Any], arrays: Sequence[Any], shorten: Callable[[Jaxpr], Jaxpr]
 ) -> Any:
-    """Evaluate a function without the operations that neither its results nor its effects need."""
+    """Evaluate a function, whose program `shorten` makes shorter."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with internal_operations():
-        outs = _jax.as_function(shorten(_jax.dce(made)))(*arrays)
+        outs = _jax.as_function(shorten(made))(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 

@@ -244,6 +244,6 @@ def _summarise(array: np.ndarray) -> str:
     with warnings.catch_warnings():
         # Treescope inspects every name of NumPy once, deprecated names included.
         warnings.simplefilter("ignore", DeprecationWarning)
-        # It computes the mean of the finite elements, even if there are none.
+        # NumPy warns about the mean of an array that has no finite elements.
         warnings.simplefilter("ignore", RuntimeWarning)
         return treescope.render_to_text(array)
