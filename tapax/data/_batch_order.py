@@ -89,5 +89,5 @@ class BatchOrder:
         shards = self._shards[window * self._window : (window + 1) * self._window]
         ends = np.cumsum(self._counts[shards])
         numbers = shuffled_at(places, count, self._seed, _ROWS, window)
-        within = np.searchsorted(ends, numbers, "right")
-        return numbers - ends[within] + self._counts[shards][within] + self._starts[shards][within]
+        offsets = self._starts[shards] - (ends - self._counts[shards])
+        return numbers + offsets[np.searchsorted(ends, numbers, "right")]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tapax.data._manifest import DatasetArray
     from tapax.data._shard_set import ShardSet
 
+_ALIGNMENT = 64
+"""The number of bytes of which JAX wants addresses to be multiples."""
+
 
 class LazyArray:
     """The rows of one site or column: an array on disk, of shape [rows, ...].
@@ -139,7 +142,7 @@ class LazyArray:
         is_sorted = len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all())
         order = None if is_sorted else np.argsort(numbers, kind="stable")
         ordered = numbers if order is None else numbers[order]
-        out = np.empty((len(numbers), *self.shape[1:]), self.dtype)
+        out = _empty_aligned((len(numbers), *self.shape[1:]), self.dtype)
         self._shards.take(self._key, ordered, out)
         if order is None:
             return out
@@ -153,3 +156,11 @@ class LazyArray:
             return parts[0]
         empty = np.empty((0, *self.shape[1:]), self.dtype)
         return np.concatenate([empty, *parts])
+
+
+def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Make an array at an address that lets JAX use it on a CPU without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)

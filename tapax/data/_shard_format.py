@@ -9,6 +9,7 @@ specifies the format.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import zlib
@@ -84,7 +85,7 @@ class ShardHeader:
     numbers: Mapping[str, Any]
     data_start: int = 0
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The length of the whole file, in bytes."""
         return self.data_start + max((array.stop for array in self.arrays.values()), default=0)

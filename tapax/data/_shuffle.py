@@ -48,13 +48,22 @@ def _permute(x: np.ndarray, bases: tuple[int, int], keys: list[int]) -> np.ndarr
     digits = [digit.astype(np.uint32) for digit in np.divmod(x, bases[1])]
     for number, key in enumerate(keys):
         changed = number % 2
-        base, hashed = bases[changed], _hash(digits[1 - changed], np.uint32(key))
-        # The hash is a fraction of 2^32, so this is a number below the base.
-        step = (hashed.astype(np.uint64) * np.uint64(base) >> np.uint64(32)).astype(np.uint32)
+        base, other = bases[changed], digits[1 - changed]
+        if bases[1 - changed] < len(x):  # hash each digit once
+            table = _step(np.arange(bases[1 - changed], dtype=np.uint32), base, key)
+            step = table.take(other)
+        else:
+            step = _step(other, base, key)
         step += digits[changed]
         # Below the base, the difference wraps around to a larger number.
         digits[changed] = np.minimum(step, step - np.uint32(base))
     return digits[0].astype(np.int64) * bases[1] + digits[1]
+
+
+def _step(digits: np.ndarray, base: int, key: int) -> np.ndarray:
+    """Return a number below `base` for each digit: its hash, as a fraction of 2^32."""
+    hashed = _hash(digits, np.uint32(key)).astype(np.uint64)
+    return (hashed * np.uint64(base) >> np.uint64(32)).astype(np.uint32)
 
 
 def _hash(x: np.ndarray, key: np.uint32) -> np.ndarray:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tapax._jax import Value
 from tapax.data._shard_format import dtype_of
@@ -44,8 +45,10 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     most = _UNITS[wide.dtype.name]
     exponent = jnp.frexp(jnp.clip(largest, 1 / most, most))[1] - 1
     unit = jnp.ldexp(jnp.ones((), wide.dtype), exponent)
-    norms = jnp.sqrt(jnp.square(wide / unit).sum(axes))
-    mean, squares = _measure_elements(x, finite, 1 / unit)
+    # With one scale for all, XLA would keep a scaled copy of the rows on a CPU.
+    scale, *others = lax.optimization_barrier((1 / unit,) * 3)
+    norms = jnp.sqrt(jnp.square(wide * scale).sum(axes))
+    mean, squares = _measure_elements(x, finite, others)
     return {
         "rows": count,
         "nonfinite": kept.sum() - count,
@@ -62,27 +65,29 @@ def _widen(x: Value) -> Value:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _measure_elements(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
+def _measure_elements(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
     """Return the mean of each element over the `used` rows, and its squared distances from it.
 
-    Both are those of `x` times `scale`. A CPU takes half the time without the selection of rows,
-    which is needed only if some are not finite. A GPU selects for free, but stops for a branch.
+    Both are those of `x` times a scale, which `scales` has once for each. A CPU takes half the time
+    without the selection of rows, which is needed only if some are not finite. A GPU selects for
+    free, but stops for a branch.
     """
 
-    def measure_some(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
-        wide, chosen = _widen(x) * scale, used.reshape(-1, *(1 for _ in x.shape[1:]))
-        mean = jnp.where(chosen, wide, 0).sum(0) / jnp.maximum(used.sum(), 1).astype(wide.dtype)
-        return mean, jnp.where(chosen, jnp.square(wide - mean), 0).sum(0)
+    def measure_some(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
+        first, second = (_widen(x) * scale for scale in scales)
+        chosen = used.reshape(-1, *(1 for _ in x.shape[1:]))
+        mean = jnp.where(chosen, first, 0).sum(0) / jnp.maximum(used.sum(), 1).astype(first.dtype)
+        return mean, jnp.where(chosen, jnp.square(second - mean), 0).sum(0)
 
-    def measure_all(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
-        wide = _widen(x) * scale
-        mean = wide.sum(0) / max(len(x), 1)
-        return mean, jnp.square(wide - mean).sum(0)
+    def measure_all(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
+        first, second = (_widen(x) * scale for scale in scales)
+        mean = first.sum(0) / max(len(x), 1)
+        return mean, jnp.square(second - mean).sum(0)
 
-    def choose(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
-        return jax.lax.cond(used.all(), measure_all, measure_some, x, used, scale)
+    def choose(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
+        return lax.cond(used.all(), measure_all, measure_some, x, used, scales)
 
-    return jax.lax.platform_dependent(x, used, scale, cpu=choose, default=measure_some)
+    return lax.platform_dependent(x, used, scales, cpu=choose, default=measure_some)
 
 
 def _largest_stored(wide: Value, dtype: str) -> float:

@@ -87,6 +87,12 @@ def test_rows_are_taken_by_numbers_from_either_end(acts, numbers):
         array.take(np.array([len(acts)]))
 
 
+def test_jax_uses_the_rows_of_a_batch_on_a_cpu_without_a_copy(acts):
+    rows = acts["net/hidden"].take(np.array([0, 3, 5]))
+    assert rows.ctypes.data % 64 == 0
+    assert jax.device_put(rows).unsafe_buffer_pointer() == rows.ctypes.data
+
+
 def test_rows_of_everything_are_a_dict(acts):
     found = acts[[3, 17, 5]]
     assert list(found) == ["net/embed", "net/hidden", "batch", "example", "position", "token"]
