@@ -17,6 +17,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._calling.collect import collect
+from tapax._calling.garbage import full_collections_paused
 from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import argument_paths, is_anchored, resolve
@@ -88,7 +89,7 @@ class Program:
 
     def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
         """Evaluate the program; return its results as arrays."""
-        with internal_operations():
+        with internal_operations(), full_collections_paused():
             outs = walk.run(self.jaxpr, arrays)
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
@@ -134,6 +135,7 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
     policy = plan.marking_policy(Structure.of(arguments, fn))
     weights = observe_attention() if "weights" in policy.asked else contextlib.nullcontext()
     with (
+        full_collections_paused(),
         registry.observe_calls(),
         weights,
         _jax.intercept_vjp(mark_parameters) if policy.parameters else contextlib.nullcontext(),
