@@ -5,32 +5,34 @@ each time their number has grown by a quarter, and finds nothing to free: a thir
 trace ten thousand sites. Its frequent collections of new objects go on.
 """
 
-import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 _NEVER = 2**31 - 1
 
-_lock = threading.Lock()
-_pauses = 0
-_threshold = 0
+
+class _Pause:
+    """A context in which Python collects only new objects; it nests, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._threshold = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                new, survivors, self._threshold = gc.get_threshold()
+                gc.set_threshold(new, survivors, _NEVER)
+            self._entered += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._entered -= 1
+            new, survivors, full = gc.get_threshold()
+            if not self._entered and full == _NEVER:  # unless other code has changed it
+                gc.set_threshold(new, survivors, self._threshold)
 
 
-@contextlib.contextmanager
-def full_collections_paused() -> Iterator[None]:
-    """Let Python collect only new objects while the block runs; blocks nest, in any thread."""
-    global _pauses, _threshold
-    with _lock:
-        if not _pauses:
-            *others, _threshold = gc.get_threshold()
-            gc.set_threshold(*others, _NEVER)
-        _pauses += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _pauses -= 1
-            *others, now = gc.get_threshold()
-            if not _pauses and now == _NEVER:  # unless other code has set it meanwhile
-                gc.set_threshold(*others, _threshold)
+full_collections_paused = _Pause()

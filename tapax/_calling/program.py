@@ -89,7 +89,7 @@ class Program:
 
     def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
         """Evaluate the program; return its results as arrays."""
-        with internal_operations(), full_collections_paused():
+        with internal_operations(), full_collections_paused:
             outs = walk.run(self.jaxpr, arrays)
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
@@ -135,7 +135,7 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
     policy = plan.marking_policy(Structure.of(arguments, fn))
     weights = observe_attention() if "weights" in policy.asked else contextlib.nullcontext()
     with (
-        full_collections_paused(),
+        full_collections_paused,
         registry.observe_calls(),
         weights,
         _jax.intercept_vjp(mark_parameters) if policy.parameters else contextlib.nullcontext(),

@@ -42,7 +42,7 @@ from tapax._jax.jaxprs import (
     with_traced_for,
 )
 from tapax._jax.jitted import jit_options
-from tapax._jax.kernels import for_gpu
+from tapax._jax.kernels import for_gpu, together_on_gpu
 from tapax._jax.primitives import is_jax_primitive
 from tapax._jax.processes import gather, local_elements, spans_processes
 from tapax._jax.pytrees import Static, map_leaves

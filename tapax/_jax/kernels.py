@@ -1,10 +1,11 @@
-"""Functions with separate implementations for GPUs and CPUs."""
+"""Functions with separate implementations for GPUs and other devices."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -56,3 +57,32 @@ def for_gpu(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = differentiate
     return primitive.bind
+
+
+_together_p = Primitive("together")
+_together_p.multiple_results = True
+
+
+def together_on_gpu(arrays: Sequence[Value]) -> list[Any]:
+    """Return the arrays; on an NVIDIA GPU, every use of one of them waits for all of them."""
+    return _together_p.bind(*arrays)
+
+
+def _batch_together(arrays: Sequence[Value], dims: Sequence[int | None]) -> Any:
+    return together_on_gpu(arrays), dims
+
+
+def _differentiate_together(primals: Sequence[Value], tangents: Sequence[Any]) -> Any:
+    return together_on_gpu(primals), tangents
+
+
+_together_p.def_impl(lambda *arrays: list(arrays))
+_together_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(_together_p, lambda ctx, *operands: operands)
+mlir.register_lowering(
+    _together_p,
+    mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True),
+    platform="cuda",
+)
+batching.primitive_batchers[_together_p] = _batch_together
+ad.primitive_jvps[_together_p] = _differentiate_together

@@ -210,8 +210,10 @@ class Interpreter(Recorder):
             bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
             x, array = bound[0], bound[1] if len(bound) > 1 else None
         if new or grad:
+            first = len(self.entries)
             for call in calls:
                 self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], active, call, grad))
+            x = self.reduce_before_use(x, first)
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
     def _note_missing(self, eqn: Equation, args: list[Value]) -> list[Value]:

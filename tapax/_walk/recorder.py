@@ -116,6 +116,25 @@ class Recorder:
         for entry in self._entries(site, readings, tap.call, [x, *pair], tap.active, len(axes)):
             self.entries.append(entry._replace(grad=tap.grad, recomputed=recomputed))
 
+    def reduce_before_use(self, x: Value, first: int) -> Any:
+        """Return `x`, whose uses in a loop on a GPU wait for the reductions of the last entries.
+
+        The compiler would otherwise keep several values of an iteration until it reduces them all.
+        `first` is the index of the first of these entries.
+        """
+        if not any(a.is_loop for a in self.around):
+            return x
+        reduced = [e for e in self.entries[first:] if e.reduction is not None]
+        arrays = [a for e in reduced for a in e.arrays]
+        if not arrays:
+            return x
+        x, *arrays = _jax.together_on_gpu([x, *arrays])
+        left = iter(arrays)
+        self.entries[first:] = [
+            e if e.reduction is None else e.with_arrays(left) for e in self.entries[first:]
+        ]
+        return x
+
     def refuse_kept(self, calls: Sequence[Call], eqn: Equation) -> None:
         """Raise if the plan edits one of some calls, whose derivative was traced before the edit.
 

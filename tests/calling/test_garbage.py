@@ -43,12 +43,12 @@ def test_full_collections_pause_until_the_last_of_several_threads_is_done():
     inside, leave = threading.Event(), threading.Event()
 
     def wait():
-        with full_collections_paused():
+        with full_collections_paused:
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=wait)
-    with full_collections_paused():
+    with full_collections_paused:
         thread.start()
         assert inside.wait(60)
     assert gc.get_threshold()[2] == 2**31 - 1
@@ -58,6 +58,6 @@ def test_full_collections_pause_until_the_last_of_several_threads_is_done():
 
 
 def test_a_threshold_that_other_code_sets_meanwhile_stays():
-    with full_collections_paused():
+    with full_collections_paused:
         gc.set_threshold(500, 5, 7)
     assert gc.get_threshold() == (500, 5, 7)

@@ -150,9 +150,36 @@ def test_a_gpu_reads_a_value_once_for_its_squares(reducer):
         step = jax.jit(tapax.capture(f, values={"h": reducer}))
         lowered = step.trace(sample((8, 64))).lower(lowering_platforms=("cuda",))
         text = lowered.as_text()
-        assert "optimization_barrier" not in text
+        assert ("optimization_barrier" in text) == (f is scanned)
         reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
         assert sum("64x" in line for line in reductions) == 1
+
+
+def test_uses_of_a_value_in_a_loop_on_a_gpu_wait_for_its_reductions():
+    def f(x):
+        return jax.lax.scan(lambda c, row: (c + tapax.sow(2 * row, "h").sum(), None), 0.0, x)[0]
+
+    asked = {"h": [R.rms, R.minmax]}
+    step = jax.jit(tapax.capture(jax.value_and_grad(f), values=asked, grads=asked))
+    text = step.trace(sample((8, 64))).lower(lowering_platforms=("cuda",)).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    # The value, the three parts of the state of rms, and both ends; as many for the gradient.
+    assert [line.count("tensor<") for line in barriers] == [6, 6]
+    assert "optimization_barrier" not in step.lower(sample((8, 64))).as_text()
+
+
+@pytest.mark.parametrize("wrap", [jax.vmap, jax.grad, jax.jit], ids=lambda wrap: wrap.__name__)
+def test_a_captured_loop_with_reductions_is_transformed_as_the_plain_one(wrap):
+    def f(x):
+        return jax.lax.scan(lambda c, row: (c * tapax.sow(2 * row, "h").sum(), None), 1.0, x)[0]
+
+    def captured(x):
+        out, taps = tapax.capture(f, values=R.rms)(x)
+        return out + 0 * taps.values["h"].sum()
+
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (3, 4, 5)))
+    x = x if wrap is jax.vmap else x[0]
+    assert_close(wrap(captured)(x), wrap(f)(x), 1e-6)
 
 
 @pytest.fixture
