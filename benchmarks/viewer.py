@@ -5,8 +5,9 @@
 The benchmark writes the log twice, as JSON lines and as TensorBoard's events, with equal numbers.
 It measures the file that `save` writes, the time to save, and the time of a browser to draw the
 file with all steps. `tapax view` and TensorBoard start from the log: it measures their time to
-know all sites and to show the steps that they have read by then. Finally it follows a smaller log:
-it writes a record, and a browser draws it.
+know all sites and to show the steps that they have read by then. It zooms the heat map of the saved
+file, and scrolls its table of sites. Then it follows a smaller log: it writes a record, and a
+browser draws it. Last, it opens a capture of 400 sites.
 """
 
 from __future__ import annotations
@@ -25,19 +26,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import tapax
 from benchmarks.measure import MIB, Result, show
 from tapax import sink
 from tapax.viewer._format import EXACT_BYTES
 from tapax.viewer._page import make_page
 from tests.viewer.chromium import PAGE, Chromium
 
-DRAWN = f"{PAGE}?.tapaxPage?.inspect().drawn?.numbers.length"
+DRAWN = f"(x => x?.numbers?.length || x?.cells?.length)({PAGE}?.tapaxPage?.inspect().drawn)"
 FIRST_VIEW_SECONDS = 3.0
+CAPTURE_SECONDS = 1.0
+FRAME_MILLISECONDS = 50.0
 UPDATE_SECONDS = 1.0
 SAVED_OVER_FLOATS = 0.6
 SAVED_OVER_BOARD = 0.2
+
+ZOOM = """
+    const canvas = root.querySelector("canvas.plot");
+    const { left, top } = canvas.getBoundingClientRect();
+    const move = (i) => canvas.dispatchEvent(new WheelEvent("wheel", {
+      clientX: left + 600, clientY: top + 300, bubbles: true,
+      deltaY: i < 25 ? -120 : 120, shiftKey: i % 3 == 0,
+    }));
+"""
+"""Make the function `move`, which turns the wheel over the heat map: in 25 times, then out."""
+SCROLL = """
+    const table = root.querySelector(".table-scroller");
+    const move = (i) => { table.scrollTop += 157; };
+"""
 
 
 def measured(sites: int, steps: int, rounds: int) -> list[Result]:
@@ -54,8 +74,14 @@ def measured(sites: int, steps: int, rounds: int) -> list[Result]:
             for _ in range(rounds)
         ]
         shown, served, board = (statistics.median(column) for column in zip(*times, strict=True))
+        zoomed, scrolled = _time_frames(browser, page, ZOOM), _time_frames(browser, page, SCROLL)
         followed = _follow(browser, Path(folder) / "followed.jsonl", names[:400], rounds)
         size = page.stat().st_size / MIB
+        capture, captured = Path(folder) / "taps.safetensors", Path(folder) / "taps.html"
+        make_capture(400).save(capture)
+        make_page(capture).save(captured)
+        opened = statistics.median(_draw(browser, captured) for _ in range(rounds))
+        viewed = statistics.median(_draw_served(browser, capture) for _ in range(rounds))
     topic = f"page, {sites} sites x {steps} steps"
     floats = 4 * sites * steps
     # `save` keeps a small log exactly, and most of the file is then the page itself.
@@ -66,10 +92,34 @@ def measured(sites: int, steps: int, rounds: int) -> list[Result]:
         Result(topic, "first view, over its bar", shown, FIRST_VIEW_SECONDS, "s", 1.0),
         Result(topic, "saved, over TensorBoard's first chart", shown, board, "s", SAVED_OVER_BOARD),
         Result(topic, "`tapax view`, over TensorBoard's first chart", served, board, "s"),
+        Result(topic, "zoom, a frame, over its bar", zoomed, FRAME_MILLISECONDS, "ms", 1.0),
+        Result(topic, "scroll, a frame, over its bar", scrolled, FRAME_MILLISECONDS, "ms", 1.0),
         Result(
             "page", "record written until drawn, over its bar", followed, UPDATE_SECONDS, "s", 1.0
         ),
+        Result(
+            "page",
+            "400 captured sites, first view, over its bar",
+            opened,
+            CAPTURE_SECONDS,
+            "s",
+            1.0,
+        ),
+        Result("page", "400 captured sites, `tapax view`, over a second", viewed, 1.0, "s"),
     ]
+
+
+def make_capture(sites: int) -> tapax.Taps:
+    """Capture values and gradients of a chain of layers."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        for i in range(sites // 2):
+            with tapax.scope(f"GPT/blocks/{i}"):
+                x = x + tapax.sow(jnp.tanh(tapax.sow(x @ w, "up")), "mlp")
+        return jnp.mean(x**2)
+
+    x, w = (jax.random.normal(jax.random.key(n), (64, 64)) / 8 for n in range(2))
+    return tapax.capture(jax.value_and_grad(loss))(x, w)[1]
 
 
 def write_logs(names: list[str], steps: int, log: Path, events: Path) -> None:
@@ -151,6 +201,28 @@ def _draw(browser: Chromium, page: Path) -> float:
     seconds = tab.seconds
     tab.close()
     return seconds
+
+
+def _time_frames(browser: Chromium, page: Path, setup: str) -> float:
+    """Return the median milliseconds from a `move` until the browser has drawn it."""
+    tab = browser.open(page, wait=DRAWN)
+    if setup is SCROLL:
+        tab.show("sites")
+    times = tab.evaluate(
+        f"""(async () => {{
+          {setup}
+          const times = [];
+          for (let i = 0; i < 40; i++) {{
+            const start = performance.now();
+            move(i);
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            times.push(performance.now() - start);
+          }}
+          return times;
+        }})()"""
+    )
+    tab.close()
+    return statistics.median(times)
 
 
 def _draw_served(browser: Chromium, log: Path) -> float:
