@@ -32,18 +32,18 @@ from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh
-from tapax._marks.change import change_p, identity
-from tapax._marks.context import active_policy
+from tapax._marks.change import change_p
 from tapax._marks.marked_jaxprs import TAPS, TappedBodies, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._marks.turns import Turns
 from tapax._sites import SiteError
 from tapax._walk.calls import Call, Token
-from tapax._walk.changes import Around, Change, Changes, Key, layers_of
+from tapax._walk.changer import Changer
+from tapax._walk.changes import Around, Changes, Key, layers_of
 from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
-from tapax._walk.recorder import MetTap, Recorder
+from tapax._walk.recorder import MetTap
 
 
 class WalkHooks:
@@ -84,27 +84,24 @@ class WalkHooks:
         return contextlib.nullcontext()
 
 
-class Interpreter(Recorder):
+class Interpreter(Changer):
     """An interpreter of one program under one plan. `Walk` is the interpreter with handlers."""
 
     handlers: ClassVar[Mapping[Kind, Handler]] = {}
 
     def __init__(self, plan: Plan, changes: Changes | None = None, hooks: WalkHooks | None = None):
-        super().__init__(plan)
-        self.changes = changes or Changes({}, {}, {})
+        super().__init__(plan, changes or Changes({}, {}, {}))
         self.hooks = hooks or WalkHooks()
         self.lost: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.scopes: Scopes = ()
         self.mesh: Any = None
-        self.nested = active_policy() is not None
         self.shield = ""
         """The function around the walk, in words, if no derivative from outside enters it."""
         self._program: Jaxpr | None = None
         self._tapped = TappedBodies()
         self._recomputing = False
         self._replaying = frozenset[Call]()
-        self._branches: tuple[int, ...] = ()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a jaxpr on `args`, and record the sites that the plan selects."""
@@ -138,7 +135,7 @@ class Interpreter(Recorder):
         if eqn.primitive is tap_p:
             return self.hooks.tap(self, eqn, args)
         if eqn.primitive is change_p:
-            return [self._derivative(eqn, args)]
+            return [self.evaluate_derivative(eqn, args)]
         tokens = [a for a in args if type(a) is Token]
         tapped = tap_effect in eqn.effects
         if not tokens and not tapped:
@@ -167,14 +164,6 @@ class Interpreter(Recorder):
         """Return whether the walk must enter a body; a recomputed value may be edited too."""
         return self._tapped.has_taps(jaxpr) or bool(self.changes.within(jaxpr))
 
-    @staticmethod
-    def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Return the operands, with empty arrays in place of tokens."""
-        return [
-            a if type(a) is not Token else (_jax.zeros(v.aval) if a.array is None else a.array)
-            for v, a in zip(atoms, args, strict=True)
-        ]
-
     def evaluate_tap(self, eqn: Equation, args: list[Value]) -> list[Value]:
         """Remove a tap from the program; change and record its operand."""
         mark, kind = eqn.params["mark"], eqn.params["kind"]
@@ -194,7 +183,7 @@ class Interpreter(Recorder):
             here, layers = mark.within(scopes), layers_of(self.around, scopes)
             calls = [self._calls.new(here, eqn, self._branches, layers, self._turns)]
         elif grad:
-            call_of_gradient = self._gradient_call(eqn, rest[0])
+            call_of_gradient = self.find_gradient_call(eqn, rest[0])
             calls = [] if call_of_gradient is None else [call_of_gradient]
         else:
             calls = self._calls.possible_calls(rest[0] if rest else None, eqn)
@@ -203,7 +192,7 @@ class Interpreter(Recorder):
         if not new and self.plan.changing and not mark.changing:
             self.refuse_kept(calls, eqn)
         if not kind.startswith("tangent"):
-            change = self._change("grad" if grad else "value", calls, eqn)
+            change = self.find_change("grad" if grad else "value", calls, eqn)
             x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
         array = None
         if self.nested:
@@ -227,63 +216,6 @@ class Interpreter(Recorder):
         if self.nested:
             x, *arrays = tap_p.bind(*self.materialize(eqn.invars, args), **eqn.params)
         return [x, *(Token(frozenset[Call](), array) for array in arrays)]
-
-    def _change(self, of: str, calls: Sequence[Call], eqn: Equation) -> Change | None:
-        """Return the change that all of some calls share; raise if their changes differ."""
-        calls = self._calls.narrowed(calls, eqn, self._branches)
-        level = eqn.params["level"] if of == "grad" else None
-        found = {self.changes.find(Key(of, call.name), level) for call in calls}
-        if len(found) > 1:
-            raise SiteError(
-                f"The site {calls[0].name!r}, marked at {calls[0].mark.source}, is one of "
-                f"{len(calls)} calls that share one traced function, but their edits differ. Where "
-                "the value is recomputed, tapax cannot tell the calls apart. Edit all of them "
-                "alike, or wrap each call in a separate jax.jit or jax.checkpoint."
-            )
-        return found.pop() if found else None
-
-    def _derivative(self, eqn: Equation, args: list[Any]) -> Any:
-        """Evaluate a `change` equation: the derivative of an edit."""
-        params = eqn.params
-        token, *operands = args
-        calls = self._calls.possible_calls(token, eqn, self._branches)
-        self.changes.meet(call.name for call in calls)
-        change = self._change(params["of"], calls, eqn)
-        if change is None and not self.nested:
-            return identity(*operands, order=params["order"])
-        (array,) = self.materialize(eqn.invars[:1], args[:1])
-        if change is None:
-            return change_p.bind(array, *operands, **params)
-
-        def then(x: Value) -> Any:
-            if not self.nested:
-                return x
-            fixed = {k: params[k] for k in ("mark", "of", "branches", "level")}
-            here: Any = {"order": 0, "transposed": False, "axes": (), "in_value": ()}
-            return change_p.bind(array, x, **fixed, **here)
-
-        which = {k: params[k] for k in ("order", "transposed")}
-        in_value = params["in_value"]
-        return self.changes.apply(change, operands, params["axes"], in_value, then, **which)
-
-    def _gradient_call(self, eqn: Equation, token: Value) -> Call | None:
-        """Return the call of a gradient; None if it may belong to several that the plan ignores."""
-        mark, calls = eqn.params["mark"], self._calls.possible_calls(token, eqn, self._branches)
-        if len(calls) == 1:
-            return calls[0]
-        asked = [c for c in calls if self._asks_for_gradient(c, eqn)]
-        if not asked and calls:
-            return None
-        raise SiteError(
-            f"The gradient of the {mark.described}, belongs to one of {len(calls)} calls that "
-            "share one traced function, and tapax cannot tell to which. Wrap each call in a "
-            "separate jax.jit or jax.checkpoint, or leave the site out of `grads`."
-        )
-
-    def _asks_for_gradient(self, call: Call, eqn: Equation) -> bool:
-        site = self._site(call, eqn, grad=True)
-        changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
-        return changed is not None or bool(self.plan.choose(site, grad=True))
 
     def enter(
         self, *jaxprs: Any, once: bool = False, uneven: frozenset[str] = frozenset()

@@ -14,6 +14,7 @@ from tapax._frameworks.interface import key_path
 from tapax._jax import PyTree
 from tapax._marks.user_warning import warn_user
 from tapax._sites import wrong_type
+from tapax.data._columns import with_native_bytes
 from tapax.data._folder import DatasetFolder, is_dataset
 from tapax.data._meter import Meter
 from tapax.data._pipeline import BatchTask
@@ -155,13 +156,16 @@ def as_arrays(batch: PyTree) -> PyTree:
                 f"A batch has an array of type {batch.dtype}, which JAX does not take. Leave it "
                 "out of the batches, or convert it to numbers."
             )
-        return np.array(batch)
+        return with_native_bytes(np.array(batch))
     if isinstance(batch, list) and _are_numbers(batch):
         return np.asarray(batch)
     if isinstance(batch, (list, tuple)):
         parts = map(as_arrays, batch)
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    children, structure = jax.tree.flatten(batch, is_leaf=lambda x: x is not batch)
+    if len(children) == 1 and children[0] is batch:
+        return batch
+    return structure.unflatten(map(as_arrays, children))
 
 
 def _are_numbers(items: list[Any]) -> bool:

@@ -41,9 +41,18 @@ Beside = Callable[[PyTree], Mapping[str, Value]] | None
 
 
 def make_columns(
-    batch: PyTree, number: int, sizes: tuple[int, ...], beside: Beside = None
+    batch: PyTree,
+    number: int,
+    sizes: tuple[int, ...],
+    beside: Beside = None,
+    *,
+    is_transposed: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Make the columns of a batch, for all rows; `sizes` are the sizes of the row axes."""
+    """Make the columns of a batch, for all rows; `sizes` are the sizes of the row axes.
+
+    If the axes of rows have another order than in the value (`is_transposed`), the tokens in the
+    batch may be in either order, so there is no column of tokens.
+    """
     rows, per_example = math.prod(sizes), math.prod(sizes[1:])
     columns = {
         "batch": np.full(rows, number, np.int64),
@@ -51,7 +60,7 @@ def make_columns(
     }
     if len(sizes) > 1:
         columns["position"] = np.tile(np.arange(per_example, dtype=np.int32), sizes[0])
-    tokens = _find_tokens(batch, sizes)
+    tokens = None if is_transposed else _find_tokens(batch, sizes)
     if tokens is not None:
         columns["token"] = np.asarray(tokens).reshape(rows)
     if beside is not None:
@@ -66,7 +75,12 @@ def make_columns(
             columns[name] = _spread(np.asarray(x), sizes, f"The column {name!r} of `beside`")
     for name, x in columns.items():
         check_storable(x.dtype, f"The column {name!r}")
-    return columns
+    return {name: with_native_bytes(x) for name, x in columns.items()}
+
+
+def with_native_bytes(x: np.ndarray) -> np.ndarray:
+    """Convert an array to the byte order of this machine, as JAX and shards need it."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def read_mask(batch: PyTree, keep: Keep) -> np.ndarray | None:
@@ -100,6 +114,12 @@ def _spread(x: Any, sizes: tuple[int, ...], what: str, xp: ModuleType = np) -> A
         raise ValueError(
             f"{what} has the shape {list(x.shape)}, but rows have the axes {list(sizes)}: its "
             f"first axes must be {fitting}."
+            + (
+                f" To store an array for each example, repeat it for its {math.prod(sizes[1:])} "
+                "rows."
+                if x.ndim > 1 and x.shape[:1] == sizes[:1]
+                else ""
+            )
         )
     entries = x.reshape(math.prod(sizes[:shared]), *x.shape[shared:])
     return xp.repeat(entries, math.prod(sizes[shared:]), axis=0) if shared < len(sizes) else entries

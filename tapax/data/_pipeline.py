@@ -159,7 +159,9 @@ class Pipeline:
         start_small_copies((result.statistics, result.ran))
         self._check_arrays(task, result.sites, self._manifest.sites)
         kept = None if mask is None else np.flatnonzero(spread_mask(mask, result.row_sizes, np))
-        columns = make_columns(batch, task.number, result.row_sizes, self._beside)
+        columns = make_columns(
+            batch, task.number, result.row_sizes, self._beside, is_transposed=result.is_transposed
+        )
         names = list(result.arrays)
         arrays = [result.arrays[name] for name in names]
         rows = math.prod(result.row_sizes)

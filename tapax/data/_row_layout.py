@@ -66,6 +66,13 @@ class RowLayout:
             raise ValueError(f"`layers` must be 'sites' or 'axis', but is {layers!r}.")
         return cls(rows, layers)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether the axes of rows may have another order than in the captured array."""
+        axes = () if isinstance(self.rows, str) else self.rows
+        mixes_ends = any(axis < 0 for axis in axes) and any(axis >= 0 for axis in axes)
+        return mixes_ends or list(axes) != sorted(axes)
+
     def split(self, site: Site, x: Value) -> Iterator[tuple[Site, tuple[int, ...], Value]]:
         """Split a captured array into sites; yield each with the sizes of its row axes.
 

@@ -52,20 +52,21 @@ class RowSite:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "ran"],
-    meta_fields=["sites", "row_sizes"],
+    meta_fields=["sites", "row_sizes", "is_transposed"],
 )
 @dataclasses.dataclass(frozen=True)
 class ComputedRows:
     """The rows of one batch: an array for each site, with the rows as its first axis.
 
     For a site in a branch or a while loop, `ran` says whether the program computed the value.
-    `row_sizes` are the sizes of the axes that became rows.
+    `row_sizes` are the sizes of the axes that became rows; see `RowLayout.is_transposed`.
     """
 
     arrays: SiteDict
     ran: SiteDict
     sites: tuple[RowSite, ...]
     row_sizes: tuple[int, ...]
+    is_transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class RowBatch:
     ran: Mapping[str, Value]
     sites: tuple[RowSite, ...]
     row_sizes: tuple[int, ...]
+    is_transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,8 @@ class _RowTransform(Transform):
                 f"grads={show(self.plan.grads)} selects no gradient: the function takes none "
                 "itself, or none reaches a site. Give a loss under jax.grad, or a train step."
             )
-        return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
+        shared = check_same_rows(sizes)
+        return ComputedRows(arrays, ran, tuple(sites), shared, self.layout.is_transposed)
 
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
         if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
@@ -178,7 +181,9 @@ class RowProgram:
         types = tuple(site.dtype for site in rows.sites)
         converted, statistics = _store(rows.arrays, mask, types, rows.row_sizes)
         arrays = {**rows.arrays, **converted}
-        return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
+        return RowBatch(
+            arrays, statistics, rows.ran, rows.sites, rows.row_sizes, rows.is_transposed
+        )
 
     def describe(self, batch: PyTree) -> Description:
         """Describe the rows of a batch, the weights and the program, without computing rows."""

@@ -159,14 +159,20 @@ def encode_header(header: ShardHeader) -> bytes:
         "__metadata__": {"tapax_shard": about, "crc32": f"{zlib.crc32(about.encode()):08x}"}
     }
     for key, array in header.arrays.items():
-        entries[key] = {
-            "dtype": SAFETENSORS_TYPES[array.dtype],
-            "shape": array.shape,
-            "data_offsets": [array.start, array.stop],
-        }
+        entries[key] = _safetensors_entry(array.dtype, array.shape, array.start)
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any]:
+    """Describe an array whose bytes begin at `start`, as readers of safetensors expect."""
+    array = StoredArray(dtype, tuple(shape), start, ())
+    return {
+        "dtype": SAFETENSORS_TYPES[dtype],
+        "shape": list(shape),
+        "data_offsets": [array.start, array.stop],
+    }
 
 
 def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
@@ -187,10 +193,11 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
         content = json.loads(about) if is_intact else {}
     except (ValueError, KeyError, TypeError, AttributeError):
         is_intact, content = False, {}
+    altered = ShardError(
+        f"The header of the shard {name!r} was altered, or the file is not a shard."
+    )
     if not is_intact:
-        raise ShardError(
-            f"The header of the shard {name!r} was altered, or the file is not a shard."
-        )
+        raise altered
     if content["version"] != VERSION or content["block_bytes"] != BLOCK:
         raise ShardError(
             f"The shard {name!r} is of version {content['version']} of the format, but this tapax "
@@ -202,6 +209,10 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
         )
         for key, array in content["arrays"].items()
     }
+    # The checksum does not cover the entries that other readers of safetensors use.
+    described = {key: _safetensors_entry(a.dtype, a.shape, a.start) for key, a in arrays.items()}
+    if entries != {**described, "__metadata__": entries["__metadata__"]}:
+        raise altered
     header = ShardHeader(
         content["configuration"],
         content["unit"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +30,9 @@ _UNITS = {"float32": 2.0**100, "float64": 2.0**1000}
 def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     """Measure the rows of a site that `mask` keeps, before they are converted to `dtype`.
 
-    The unit of norms, means and squares is a power of two near the largest magnitude, so that no
-    square overflows. `Statistics.measured` converts the result.
+    The unit of norms is a power of two near the largest magnitude, so that no square overflows.
+    Means and squares have `units`, one for each element of a row: a huge element must not hide the
+    variance of the others. `Statistics.measured` converts the result.
     """
     wide = _widen(x)
     axes = tuple(range(1, x.ndim))
@@ -41,13 +42,9 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     finite = kept & jnp.isfinite(magnitudes)
     count = finite.sum()
     largest = jnp.where(finite, magnitudes, 0).max(initial=0)
-    most = _UNITS[wide.dtype.name]
-    exponent = jnp.frexp(jnp.clip(largest, 1 / most, most))[1] - 1
-    unit = jnp.ldexp(jnp.ones((), wide.dtype), exponent)
-    # With one scale for all, XLA would keep a scaled copy of the rows on a CPU.
-    scale, *others = lax.optimization_barrier((1 / unit,) * 3)
-    norms = jnp.sqrt(jnp.square(wide * scale).sum(axes))
-    mean, squares = _measure_elements(x, finite, others)
+    unit = _unit_near(largest)
+    norms = jnp.sqrt(jnp.square(wide * (1 / unit)).sum(axes))
+    mean, squares, units = _measure_elements(x, finite)
     return {
         "rows": count,
         "nonfinite": kept.sum() - count,
@@ -57,36 +54,50 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
         "mean": mean,
         "squares": squares,
         "unit": unit,
+        "units": units,
     }
+
+
+def _unit_near(largest: Value) -> Value:
+    """Return a power of two near each of some magnitudes, whose reciprocal is a normal number."""
+    most = _UNITS[largest.dtype.name]
+    exponent = jnp.frexp(jnp.clip(largest, 1 / most, most))[1] - 1
+    return jnp.ldexp(jnp.ones_like(largest), exponent)
 
 
 def _widen(x: Value) -> Value:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _measure_elements(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
+def _measure_elements(x: Value, used: Value) -> tuple[Value, Value, Value]:
     """Return the mean of each element over the `used` rows, and its squared distances from it.
 
-    Both are those of `x` times a scale, which `scales` has once for each. A CPU takes half the time
-    without the selection of rows, which is needed only if some are not finite. A GPU selects for
-    free, but stops for a branch.
+    The third array has the units of both. A CPU takes half the time without the selection of rows,
+    which is needed only if some are not finite. A GPU selects for free, but stops for a branch.
     """
 
-    def measure_some(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
-        first, second = (_widen(x) * scale for scale in scales)
+    def measure_some(x: Value, used: Value) -> tuple[Value, Value, Value]:
         chosen = used.reshape(-1, *(1 for _ in x.shape[1:]))
-        mean = jnp.where(chosen, first, 0).sum(0) / jnp.maximum(used.sum(), 1).astype(first.dtype)
-        return mean, jnp.where(chosen, jnp.square(second - mean), 0).sum(0)
+        return _measure_where(x, used.sum(), lambda each: jnp.where(chosen, each, 0))
 
-    def measure_all(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
-        first, second = (_widen(x) * scale for scale in scales)
-        mean = first.sum(0) / max(len(x), 1)
-        return mean, jnp.square(second - mean).sum(0)
+    def measure_all(x: Value, used: Value) -> tuple[Value, Value, Value]:
+        return _measure_where(x, jnp.asarray(len(x)), lambda each: each)
 
-    def choose(x: Value, used: Value, scales: Sequence[Value]) -> tuple[Value, Value]:
-        return lax.cond(used.all(), measure_all, measure_some, x, used, scales)
+    def choose(x: Value, used: Value) -> tuple[Value, Value, Value]:
+        return lax.cond(used.all(), measure_all, measure_some, x, used)
 
-    return lax.platform_dependent(x, used, scales, cpu=choose, default=measure_some)
+    return lax.platform_dependent(x, used, cpu=choose, default=measure_some)
+
+
+def _measure_where(
+    x: Value, count: Value, select: Callable[[Value], Value]
+) -> tuple[Value, Value, Value]:
+    wide = _widen(x)
+    units = _unit_near(select(jnp.abs(wide)).max(0, initial=0))
+    # With one scale for both, XLA would keep a scaled copy of the rows on a CPU.
+    first, second = lax.optimization_barrier((1 / units, 1 / units))
+    mean = select(wide * first).sum(0) / jnp.maximum(count, 1).astype(wide.dtype)
+    return mean, select(jnp.square(wide * second - mean)).sum(0), units
 
 
 def _largest_stored(wide: Value, dtype: str) -> float:
@@ -159,10 +170,13 @@ class Statistics:
             >>> Statistics.measured(measure_rows(x, "float32", None)).norm
             2.5
         """
-        unit = np.float64(parts["unit"])
+        units = np.float64(parts["units"])
         with np.errstate(over="ignore"):  # in float64, squares may still be too large
-            scaled = {name: np.float64(parts[name]) * unit for name in ("norm_sum", "mean")}
-            scaled["squares"] = np.float64(parts["squares"]) * unit * unit
+            scaled = {
+                "norm_sum": np.float64(parts["norm_sum"]) * np.float64(parts["unit"]),
+                "mean": np.float64(parts["mean"]) * units,
+                "squares": np.float64(parts["squares"]) * units * units,
+            }
         return cls.of({**parts, **scaled})
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -142,8 +143,9 @@ def _find_top(
     usable = np.where(np.isfinite(activations), activations, -np.inf)
     order = np.argsort(-usable, kind="stable")[:TOPS]
     tokens, examples = _tokens_of(dataset, rows, decode), _examples_of(dataset, rows)
+    gaps = _gaps_of(dataset, rows)
     contexts = [
-        _make_context(int(row), activations, tokens, examples)
+        _make_context(int(row), activations, tokens, examples, gaps)
         for row in order
         if np.isfinite(usable[row])
     ]
@@ -178,17 +180,36 @@ def _examples_of(dataset: Activations, rows: int) -> np.ndarray:
     return np.cumsum(np.any(np.diff(pairs, prepend=pairs[:, :1]) != 0, axis=0))
 
 
+def _gaps_of(dataset: Activations, rows: int) -> np.ndarray:
+    """Return, for each row, whether the harvest dropped rows between it and the row before it."""
+    if "position" not in dataset.columns or dataset["position"].ndim != 1:
+        return np.zeros(rows, bool)
+    positions = np.asarray(dataset["position"][:rows])
+    return np.diff(positions, prepend=positions[:1] - 1) != 1
+
+
 def _make_context(
-    row: int, activations: np.ndarray, token: Callable[[int], str], examples: np.ndarray
+    row: int,
+    activations: np.ndarray,
+    token: Callable[[int], str],
+    examples: np.ndarray,
+    gaps: np.ndarray,
 ) -> Context:
     near = range(max(0, row - AROUND), min(len(activations), row + AROUND + 1))
     around = [i for i in near if examples[i] == examples[row]]
     return {
         "row": row,
         "activation": float(activations[row]),
-        "tokens": [token(i) for i in around],
-        "activations": [float(np.nan_to_num(activations[i])) for i in around],
+        "tokens": [f"… {token(i)}" if gaps[i] and i > around[0] else token(i) for i in around],
+        "activations": [_as_json(float(activations[i])) for i in around],
     }
+
+
+def _as_json(number: float) -> float | str:
+    """Write a number that JSON lacks as JavaScript names it."""
+    if math.isnan(number):
+        return "NaN"
+    return number if math.isfinite(number) else f"{'-' if number < 0 else ''}Infinity"
 
 
 def _sample(dataset: Activations, columns: Sequence[str], decode: Decode | None) -> Any:

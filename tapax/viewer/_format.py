@@ -266,7 +266,8 @@ class Context(TypedDict):
     row: int
     activation: float
     tokens: Sequence[str]
-    activations: Sequence[float]
+    activations: Sequence[float | str]
+    """Numbers; those that JSON lacks are the strings "NaN", "Infinity" and "-Infinity"."""
 
 
 class TopContexts(TypedDict):

@@ -32,15 +32,15 @@ def scale_of(stat: str, numbers: np.ndarray) -> Scale:
 
 
 def describe(array: np.ndarray) -> dict[str, float]:
-    """Compute statistics of the elements of an array; extremes ignore non-finite elements."""
+    """Compute statistics of the elements of an array, as NumPy does; a mean may be NaN."""
     x = np.abs(array) if np.iscomplexobj(array) else array
     x = x.astype(np.float64)
     finite = x[np.isfinite(x)]
     return {
         "rms": rms(x),
         "mean": float(x.mean()) if finite.size == x.size else float("nan"),
-        "min": float(finite.min(initial=np.inf)),
-        "max": float(finite.max(initial=-np.inf)),
+        "min": float(x.min()) if x.size else float("nan"),
+        "max": float(x.max()) if x.size else float("nan"),
         "zeros": float(np.mean(x == 0)),
         "nonfinite": float(x.size - finite.size),
     }

@@ -1,5 +1,6 @@
 """The rows of a harvest and their contents, and errors for bad arguments."""
 
+import dataclasses
 import functools
 import re
 
@@ -131,6 +132,38 @@ def test_beside_adds_columns_and_repeats_those_of_examples(tmp_path):
     assert acts["pair"].shape == (20, 2)
 
 
+def test_numbers_of_another_byte_order_are_stored_as_numbers(tmp_path):
+    labels = np.arange(4, dtype=np.int32)
+    swapped = labels.astype(labels.dtype.newbyteorder())
+    acts = tapax.harvest(
+        lambda x: tapax.sow(2 * x, "h"),
+        [swapped.astype(np.float32).astype(np.dtype(np.float32).newbyteorder()).reshape(4, 1)],
+        to=tmp_path,
+        beside=lambda x: {"label": swapped},
+    )
+    np.testing.assert_array_equal(acts["label"], labels)
+    np.testing.assert_array_equal(acts["h"], 2.0 * labels.reshape(4, 1))
+
+
+def test_an_array_for_each_example_has_to_be_repeated(tmp_path):
+    with pytest.raises(ValueError, match=r"repeat it for its 4 rows\."):
+        tapax.harvest(
+            lambda x: tapax.sow(x, "h"),
+            [jnp.ones((2, 4, 3))],
+            to=tmp_path,
+            beside=lambda x: {"embedding": np.ones((2, 3))},
+        )
+
+
+def test_rows_of_transposed_axes_have_no_column_of_tokens(tmp_path):
+    tokens = np.arange(9).reshape(3, 3)
+    acts = tapax.harvest(
+        lambda t: tapax.sow(1.0 * t[..., None], "h"), [tokens], to=tmp_path, rows=(1, 0)
+    )
+    np.testing.assert_array_equal(acts["h"][:, 0], tokens.T.ravel())
+    assert acts.columns == ["batch", "example", "position"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_values_are_stored_in_the_type_asked_for(tmp_path, dtype):
     acts = harvest(tmp_path, dtype=dtype, batches=BATCHES[:2])
@@ -231,6 +264,27 @@ def test_batches_of_an_iterable_come_in_order(tmp_path):
     assert acts.is_complete and len(acts.manifest.arrays) == 6
     with pytest.raises(ValueError, match=r"already contains a dataset.*Give a sequence"):
         harvest(tmp_path, batches=iter(BATCHES), units=None, shard_bytes=1000)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Example:
+    x: np.ndarray
+
+
+def test_a_loader_may_reuse_the_buffer_of_a_dataclass(tmp_path):
+    def load():
+        memory = np.zeros(64 * 256 * 4 + 64, np.uint8)
+        start = -memory.ctypes.data % 64  # JAX takes aligned memory without a copy
+        buffer = memory[start : start + 64 * 256 * 4].view(np.float32).reshape(64, 256)
+        for number in range(6):
+            buffer[:] = number
+            yield Example(buffer)
+
+    acts = tapax.harvest(
+        lambda batch: tapax.sow(1.0 * batch.x, "h"), load(), to=tmp_path, rows="examples"
+    )
+    np.testing.assert_array_equal(acts["h"][:, 0], np.repeat(np.arange(6.0), 64))
 
 
 def test_lists_of_numbers_are_arrays_as_hugging_face_gives_them(tmp_path):

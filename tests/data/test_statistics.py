@@ -23,6 +23,18 @@ def test_statistics_of_tiny_and_of_huge_numbers(tmp_path, size):
     np.testing.assert_allclose(found.norm, np.linalg.norm(wide, axis=1).mean(), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:In batch 0, there are values that are not finite")
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "some not finite"])
+def test_a_huge_element_does_not_hide_the_variance_of_the_others(tmp_path, bad):
+    x = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
+    x[0, 0], x[1, 3] = 1e30, -1e30  # like masked scores of attention
+    used = x[:-1] if bad else x
+    x[-1, 1] = np.nan if bad else 0
+    found, wide = harvested(jnp.asarray(x), tmp_path), used.astype(np.float64)
+    np.testing.assert_allclose(found.std, wide.std(0), rtol=1e-5)
+    np.testing.assert_allclose(found.mean, wide.mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_norms_of_huge_numbers_in_64_bits(tmp_path):
     with jax.enable_x64(True):
         x = jnp.asarray([[3e200, 4e200], [0.0, 0.0]], jnp.float64)

@@ -200,6 +200,37 @@ def test_a_dataset_shows_its_columns_rows_and_most_active_contexts(acts, by_path
     np.testing.assert_allclose(found["h", "value", "rms"], rms, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "x", [[1.0, np.inf, -np.inf, 2.0], [np.nan, 1.0], [np.nan, np.nan]], ids=str
+)
+def test_extremes_of_a_capture_are_those_of_numpy(x):
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(jnp.array(x, jnp.float32))
+    header, blob = read(taps)
+    found = numbers_by_name(header["subjects"][0], blob)
+    np.testing.assert_array_equal(found["h", "value", "min"], np.min(x))
+    np.testing.assert_array_equal(found["h", "value", "max"], np.max(x))
+
+
+def test_contexts_show_numbers_that_are_not_finite_and_rows_that_were_dropped(tmp_path):
+    x = jnp.array([[1.0], [jnp.nan], [5.0], [jnp.inf], [-jnp.inf], [2.0]])
+    with pytest.warns(UserWarning, match="not finite"):
+        acts = tapax.harvest(
+            lambda x: tapax.sow(x, "h"),
+            [x[None]],
+            to=tmp_path,
+            keep=np.array([[True, True, True, True, True, True]]),
+            beside=lambda _: {
+                "position": np.array([[0, 1, 2, 5, 6, 7]]),
+                "token": np.arange(6)[None],
+            },
+        )
+    header, _ = read(acts, directions={"neuron": ("h", 0)})
+    first = header["subjects"][0]["dataset"]["tops"][0]["contexts"][0]
+    assert first["row"] == 2
+    assert first["activations"] == [1, "NaN", 5, "Infinity", "-Infinity", 2]
+    assert first["tokens"] == ["0", "1", "2", "… 3", "4", "5"]
+
+
 def test_a_dataset_without_directions_shows_the_neuron_that_varies_most(acts):
     header, _ = read(acts)
     (top,) = header["subjects"][0]["dataset"]["tops"]

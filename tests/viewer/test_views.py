@@ -262,6 +262,35 @@ def test_two_captures_are_compared_by_their_first_difference(chromium, captured,
     tab.close()
 
 
+def test_two_runs_are_compared_at_a_step_that_the_page_names(chromium, tmp_path):
+    for name, every, count in (("a", 10, 11), ("b", 25, 41)):
+        log = tapax.sink.jsonl(tmp_path / f"{name}.jsonl")
+        for step in range(0, every * count, every):
+            log(step, {"h/value_rms": float(step)})
+    logs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    tapax.view(*logs).save(tmp_path / "two.html")
+    tab = chromium.open(tmp_path / "two.html", "#view=compare")
+    tab.wait("drawn && drawn.rows")
+
+    def read():
+        (row,) = tab.drawn["rows"]
+        heads = tab.evaluate(
+            "[...root.querySelectorAll('.compare th.number')].map(x => x.textContent)"
+        )
+        return [*heads[:2], row["a"], row["b"]]
+
+    # The last step of both, and the last steps up to the selected one.
+    assert read() == ["a.jsonl, step 100", "b.jsonl, step 100", 100, 100]
+    tab.set(step=30)
+    tab.wait("drawn.rows[0].a == 30")
+    assert read() == ["a.jsonl, step 30", "b.jsonl, step 25", 30, 25]
+    tab.set(step=500)
+    tab.wait("drawn.rows[0].b == 500")
+    assert read() == ["a.jsonl, step 100", "b.jsonl, step 500", 100, 500]
+    tab.check_quiet()
+    tab.close()
+
+
 def test_captures_without_a_common_number_are_not_called_equal(chromium, tmp_path):
     captured = [
         tapax.capture(lambda x: tapax.sow(2 * x, name))(np.ones(3, np.float32))[1]  # noqa: B023

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { compareSites, describeComparison } from "../src/model/comparison";
+import { columnBefore, compareSites, describeComparison, lastCommonStep } from "../src/model/comparison";
 import { boxWidth, layOutIndented } from "../src/model/graph_layout";
 import { layOutLayers } from "../src/model/layer_grid";
 import { keepNearest, visibleEdges } from "../src/model/module_edges";
@@ -237,4 +237,15 @@ test("the state survives a round trip through the address", () => {
   assert.equal(writeAddress(readAddress("")), "#");
   assert.deepEqual(readAddress("#run=x&step=y&theme=z").run, 0);
   assert.equal(readAddress("#step=y").step, null);
+});
+
+test("two runs are compared at the last step of both, or at the last steps before another", () => {
+  assert.equal(lastCommonStep([0, 10, 20, 30], [0, 15, 30, 45]), 30);
+  assert.equal(lastCommonStep([1, 2, 3], [4, 6]), 3);
+  assert.equal(lastCommonStep([], [4, 6]), 6);
+  assert.equal(columnBefore([0, 10, 20], 10), 1);
+  assert.equal(columnBefore([0, 10, 20], 19), 1);
+  assert.equal(columnBefore([0, 10, 20], 100), 2);
+  assert.equal(columnBefore([5, 10], 1), 0);
+  assert.equal(columnBefore([], 7), 0);
 });

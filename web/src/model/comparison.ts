@@ -29,6 +29,19 @@ export function numberAt(
   );
 }
 
+/** The last step that both runs have; without one, the last step of the run that ends first. */
+export function lastCommonStep(a: number[], b: number[]): number {
+  const inB = new Set(b);
+  const common = a.filter((step) => inB.has(step));
+  return common[common.length - 1] ?? Math.min(a[a.length - 1] ?? Infinity, b[b.length - 1] ?? Infinity);
+}
+
+/** The column of the last step up to `step`; the first column if all steps are later. */
+export function columnBefore(steps: number[], step: number): number {
+  const later = steps.findIndex((each) => each > step);
+  return Math.max(0, (later < 0 ? steps.length : later) - 1);
+}
+
 export function compareSites(
   sites: Site[],
   readA: (site: Site) => number,

@@ -233,7 +233,7 @@ export interface Dataset {
 export interface TopContexts {
   label: string;
   site: number;
-  contexts: { row: number; activation: number; tokens: string[]; activations: number[] }[];
+  contexts: { row: number; activation: number; tokens: string[]; activations: (number | string)[] }[];
 }
 
 /** A blob that holds one array, little-endian. */

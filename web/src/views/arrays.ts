@@ -48,7 +48,9 @@ class Arrays implements ViewInstance {
       this.frame.replaceChildren(
         emptyState(
           "No arrays",
-          "A log contains only statistics. A capture contains arrays:",
+          subject.data.dataset
+            ? "This page has only some rows of the dataset. Read its arrays in Python, or view a capture:"
+            : "A log contains only statistics. A capture contains arrays:",
           "_, taps = tapax.capture(step)(...)\ntapax.view(taps)",
         ),
       );

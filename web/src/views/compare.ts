@@ -2,7 +2,15 @@
 import { colourAt, css, paletteOf } from "../draw/colour";
 import { formatCount, formatNumber, shorten } from "../draw/format";
 import { makeScale } from "../draw/scale";
-import { compareSites, type ComparedSite, describeComparison, numberAt } from "../model/comparison";
+import {
+  columnBefore,
+  compareSites,
+  type ComparedSite,
+  describeComparison,
+  lastCommonStep,
+  numberAt,
+} from "../model/comparison";
+import type { SubjectModel } from "../model/subject";
 import type { DifferenceEntry, SiteDifference } from "../payload/types";
 import { emptyState, segmented, select } from "../ui/controls";
 import { clear, el } from "../ui/dom";
@@ -16,6 +24,12 @@ const TOLERANCES = [
   { value: "0.01", label: "1 %" },
   { value: "0.1", label: "10 %" },
 ];
+
+/** The name of a run with the step of a column; a capture has no steps. */
+function titleAt(subject: SubjectModel, column: number): string {
+  const { steps, data } = subject;
+  return steps.length ? `${data.name}, step ${formatCount(steps[column]!)}` : data.name;
+}
 
 function countSites(count: number): string {
   return `${formatCount(count)} ${count === 1 ? "site" : "sites"}`;
@@ -72,13 +86,12 @@ class Compare implements ViewInstance {
     if (!statistic)
       return void this.body.replaceChildren(emptyState("No numbers", "The first of them has no statistics."));
     const twin = b.statistic(statistic.key);
-    const last = (steps: number[], step: number | null) =>
-      step === null ? Infinity : steps.findIndex((each) => each >= step) >>> 0;
-    const { step } = store.state;
+    const step = store.state.step ?? lastCommonStep(a.steps, b.steps);
+    const [columnA, columnB] = [columnBefore(a.steps, step), columnBefore(b.steps, step)];
     const compared = compareSites(
       context.filtered(),
-      (site) => numberAt(a, statistic, site, last(a.steps, step)),
-      (site) => numberAt(b, twin, b.site(site.name), last(b.steps, step)),
+      (site) => numberAt(a, statistic, site, columnA),
+      (site) => numberAt(b, twin, b.site(site.name), columnB),
       this.tolerance(),
     );
     const onlyA = context.filtered().filter((site) => !b.site(site.name)).length;
@@ -86,8 +99,8 @@ class Compare implements ViewInstance {
     const onlyB = b.sites.filter((site) => !a.site(site.name)).length;
     this.showTable(
       compared,
-      a.data.name,
-      b.data.name,
+      titleAt(a, columnA),
+      titleAt(b, columnB),
       [
         skipped ? `${countSites(skipped)} without this number in both` : "",
         onlyA ? `${countSites(onlyA)} only in ${a.data.name}` : "",

@@ -57,7 +57,8 @@ class DatasetView implements ViewInstance {
 
   private contexts(top: TopContexts): HTMLElement {
     const palette = paletteOf(this.context.theme().name, true);
-    const most = Math.max(...top.contexts.flatMap((each) => each.activations.map(Math.abs)), 1e-30);
+    const all = top.contexts.flatMap((each) => each.activations.map((x) => Math.abs(Number(x))));
+    const most = Math.max(...all.filter(Number.isFinite), 1e-30);
     const scale = makeScale("diverging", -most, most);
     return el(
       "section",
@@ -77,8 +78,10 @@ class DatasetView implements ViewInstance {
             "p",
             { class: "top-tokens mono" },
             ...context.tokens.map((token, i) => {
-              const span = el("span", { title: formatNumber(context.activations[i] ?? NaN) }, token);
-              const colour = colourAt(palette, scale.place(context.activations[i] ?? 0));
+              const activation = Number(context.activations[i]);
+              const span = el("span", { title: formatNumber(activation) }, token);
+              const isFinite = Number.isFinite(activation);
+              const colour = isFinite ? colourAt(palette, scale.place(activation)) : palette.nonfinite;
               span.style.background = css(colour);
               span.style.color = inkOn(colour);
               return span;

@@ -187,7 +187,7 @@ class ModuleGraph implements ViewInstance {
       el(
         "span",
         { class: "hint" },
-        `${formatCount(layout.boxes.length)} of ${formatCount(this.tree.count)} shown. ${this.describeLines()}`,
+        `${formatCount(layout.boxes.length)} boxes, ${formatCount(this.tree.count)} sites. ${this.describeLines()}`,
       ),
     );
   }
