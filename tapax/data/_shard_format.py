@@ -186,6 +186,7 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
     length = int.from_bytes(beginning[:8], "little")
     if len(beginning) < 8 + length or length > _LONGEST_HEADER:
         raise ShardError(f"The shard {name!r} is cut off in its header, or is not a shard.")
+    entries: dict[str, Any] = {}
     try:
         entries = json.loads(beginning[8 : 8 + length])
         about, checksum = (entries["__metadata__"][key] for key in ("tapax_shard", "crc32"))
