@@ -12,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax
+from tapax._calling.free_variables import FreeVariables
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
@@ -86,8 +87,11 @@ def capture(
     plan = Plan.make(values, grads, steps, modules, reducing=True)
     if _jax.jit_options(fn) is None:
         return _CapturedFunction(fn, plan)
+    read = FreeVariables.of(plan)
+    if not read.complete or read.numbers is None:  # a function in it may read something else later
+        return _jitted.__wrapped__(fn, plan)
     try:
-        return _jitted(fn, plan)
+        return _jitted(fn, plan, read.numbers)
     except TypeError:  # a predicate that cannot be hashed
         return _jitted.__wrapped__(fn, plan)
 
@@ -129,12 +133,14 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(fn: Any, plan: Plan) -> Any:
+def _jitted(fn: Any, plan: Plan, numbers: tuple[Any, ...] = ()) -> Any:
     """Capture a jitted function as a jitted function with the same options.
 
     Static, donated and sharded arguments keep their meaning, and calls take JAX's fast path. The
-    result is cached, because users write `tapax.capture(step)(...)` inside a loop.
+    result is cached, because users write `tapax.capture(step)(...)` inside a loop. `numbers` are
+    those that functions in the plan read.
     """
+    del numbers
     inner, options = fn.__wrapped__, _jax.jit_options(fn) or {}
     if "out_shardings" in options:
         options["out_shardings"] = (options["out_shardings"], None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._frameworks.users_code import closure_values, is_users_code
-from tapax._jax import Function
+from tapax.reduce import Reducer
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -44,13 +44,21 @@ class _Reading(NamedTuple):
 
 
 class FreeVariables(NamedTuple):
-    """The values that a function has read from outside, as far as a replacement can be noticed."""
+    """The values that a function has read from outside, as far as a replacement can be noticed.
+
+    It is `complete` unless the function may also read the parts of an object or a container.
+    """
 
     readings: tuple[_Reading, ...] = ()
+    complete: bool = True
 
     @classmethod
-    def of(cls, fn: Function, constants: Iterable[Any]) -> FreeVariables:
-        """Find the numbers and arrays in the variables of a function, and its `constants`."""
+    def of(cls, fn: Any, constants: Iterable[Any] = ()) -> FreeVariables:
+        """Find the numbers and arrays in the variables of a function, and its `constants`.
+
+        `fn` may also be a value of tapax that contains functions.
+        """
+        complete = True
         wanted = {id(x) for x in constants if isinstance(x, jax.Array)}
         found: dict[int, list[_Reading]] = {id(fn): []}
         kept: dict[tuple[int, Any], _Reading] = {}
@@ -59,6 +67,7 @@ class FreeVariables(NamedTuple):
         while pending and len(found) < _MANY:
             holder = pending.popleft()
             path = found[id(holder)]
+            complete = complete and not _may_change_inside(holder)
             for method in methods.found_with(holder):
                 if id(method) not in found:
                     found[id(method)] = path
@@ -73,7 +82,15 @@ class FreeVariables(NamedTuple):
                 if id(value) not in found and not _is(value, *_NUMBERS, *_ARRAYS):
                     found[id(value)] = here
                     pending.append(value)
-        return cls(tuple(kept.values()))
+        return cls(tuple(kept.values()), complete and len(found) < _MANY)
+
+    @property
+    def numbers(self) -> tuple[Any, ...] | None:
+        """The values with their types, if all of them are numbers; None if some are arrays."""
+        values = [reading.value for reading in self.readings]
+        if not all(_is(value, *_NUMBERS) for value in values):
+            return None
+        return tuple((type(value), value) for value in values)
 
     def find_changed(self) -> str | None:
         """Return a variable that leads to another value now; None if all values are the same."""
@@ -165,13 +182,24 @@ def _slots(cls: type) -> tuple[str, ...]:
 def _is_left_out(value: Any) -> bool:
     """Return whether a search skips the attributes of a value.
 
-    A jitted function in the function keeps its values in a plain call too.
+    A jitted function in the function keeps its values in a plain call too, and the reducers of
+    tapax never change.
     """
     return (
         _is(value, type, types.ModuleType)
+        or (_is(value, Reducer) and value.is_builtin)
         or inspect.isroutine(value)
         or _jax.jit_options(value) is not None
     )
+
+
+def _may_change_inside(holder: Any) -> bool:
+    """Return whether parts of a value may be replaced that are not variables of functions."""
+    if inspect.isfunction(holder) or inspect.ismethod(holder) or _is_left_out(holder):
+        return False
+    if _is(holder, functools.partial, tuple, frozenset, slice, range, np.dtype, type(...)):
+        return False
+    return not type(holder).__module__.startswith(__name__.partition(".")[0] + ".")
 
 
 def _is(value: Any, *kinds: type) -> bool:

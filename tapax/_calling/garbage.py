@@ -18,12 +18,14 @@ class _Pause:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entered = 0
-        self._threshold = 0
+        self._threshold = gc.get_threshold()[2]
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._entered:
-                new, survivors, self._threshold = gc.get_threshold()
+                new, survivors, full = gc.get_threshold()
+                if full != _NEVER:  # other code may have restored what it read during a pause
+                    self._threshold = full
                 gc.set_threshold(new, survivors, _NEVER)
             self._entered += 1
 

@@ -110,6 +110,8 @@ def _cache_of(fn: Function, transform: Transform) -> _CallCache:
     """
     if not transform.is_reusable or not _keeps_values(fn):
         return _CallCache()
+    if not FreeVariables.of(transform).complete:  # a function in it may read something else now
+        return _CallCache()
     new: dict[Transform, _CallCache] = {}
     found = _caches.setdefault(id(fn), new)
     if found is new:
@@ -259,7 +261,7 @@ class TransformedFunction:
         return found, arrays
 
     def _current(self, key: Any) -> _Compiled | None:
-        """Return the program from an earlier call, unless a closed-over value was replaced."""
+        """Return the program of an earlier call, unless a variable that it read was replaced."""
         found: _Compiled | None = self._known.programs.get(key)
         variable = None if found is None else found.free.find_changed()
         if variable is None:
@@ -287,9 +289,11 @@ class TransformedFunction:
 
     def _compile(self, program: Program, call: TracedCall) -> _Compiled:
         found = self._prepare(program, call)
+        free = FreeVariables.of(self._transform)
         if not self._keeps_values:
-            constants = _jax.jaxpr_consts(program.jaxpr)
-            found = found._replace(free=FreeVariables.of(self.fn, constants))
+            read = FreeVariables.of(self.fn, _jax.jaxpr_consts(program.jaxpr))
+            free = free._replace(readings=(*read.readings, *free.readings))
+        found = found._replace(free=free)
         if not self._transform.is_traceable:
             return found
         donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))

@@ -1,5 +1,7 @@
 """Functions with separate implementations for GPUs and other devices."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from tapax._jax.rules import register_dce
 from tapax._jax.types import Value
 
 ArraysFunction = Callable[..., Sequence[Value]]
@@ -76,6 +79,20 @@ def _differentiate_together(primals: Sequence[Value], tangents: Sequence[Any]) -
     return together_on_gpu(primals), tangents
 
 
+def _transpose_together(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+    both = zip(cotangents, operands, strict=True)
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in both]
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
+    """Keep the arrays that are used, without waiting for those that are not."""
+    if not any(used):
+        return [False] * len(used), None
+    eqn = rest[-1]  # some versions of JAX pass more before it
+    keep = functools.partial(itertools.compress, selectors=used)
+    return list(used), eqn.replace(invars=[*keep(eqn.invars)], outvars=[*keep(eqn.outvars)])
+
+
 _together_p.def_impl(lambda *arrays: list(arrays))
 _together_p.def_abstract_eval(lambda *avals: list(avals))
 mlir.register_lowering(_together_p, lambda ctx, *operands: operands)
@@ -86,3 +103,5 @@ mlir.register_lowering(
 )
 batching.primitive_batchers[_together_p] = _batch_together
 ad.primitive_jvps[_together_p] = _differentiate_together
+ad.primitive_transposes[_together_p] = _transpose_together
+register_dce(_together_p, _drop_unused)

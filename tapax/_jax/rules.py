@@ -31,6 +31,11 @@ def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any])
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
+def register_dce(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Register the rule by which JAX removes the results of `primitive` that nobody uses."""
+    _partial_eval.dce_rules[primitive] = rule
+
+
 def wrap_partial_eval_custom(
     primitive: Primitive, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:

@@ -44,11 +44,28 @@ from tapax._sites.site import ScannedLayers, Site
 from tapax.reduce import Reducer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ValueFunction:
-    """A function of a value, or of a value and its site, whose result replaces the value."""
+    """A function of a value, or of a value and its site, whose result replaces the value.
+
+    A function without a hash, such as a module whose fields are arrays, equals only itself.
+    """
 
     fn: Callable[..., Any]
+
+    @property
+    def _key(self) -> Any:
+        try:
+            hash(self.fn)
+        except TypeError:
+            return id(self.fn)
+        return self.fn
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ValueFunction) and self._key == other._key
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ delivery fetches the statistics and passes them to the sinks.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import warnings
 import weakref
@@ -203,6 +204,7 @@ class Monitor(Generic[P, R]):
         self._every = every
         self._exact = exact
         self._watched = watched_step(step, plan, self._parameters, exact=exact)
+        self._lock = threading.RLock()
         self._ran = False
         self._called: int | None = None
         self._is_closed = self._has_warned = False
@@ -226,17 +228,18 @@ class Monitor(Generic[P, R]):
                 "traces, by jax.jit, grad, vmap or scan, where it cannot count calls. Monitor the "
                 "outermost function: tapax.monitor(jax.jit(step))."
             )
-        self._delivery.release()
-        number = self.step_number
-        self._called, self._scalars = number, None
-        is_watched = not number % self._every and not self._reader.off
-        out, captured = self._capture(number, args, kwargs) if is_watched else NOT_CAPTURED
-        self.step_number = number + 1
-        if self._exact or captured is None:
-            out = self._step(*args, **kwargs)
-        if captured is not None:
-            self._report(number, captured, out)
-        return out
+        with self._lock:  # so that every call has a number of its own
+            self._delivery.release()
+            number = self.step_number
+            self._called, self._scalars = number, None
+            is_watched = not number % self._every and not self._reader.off
+            out, captured = self._capture(number, args, kwargs) if is_watched else NOT_CAPTURED
+            self.step_number = number + 1
+            if self._exact or captured is None:
+                out = self._step(*args, **kwargs)
+            if captured is not None:
+                self._report(number, captured, out)
+            return out
 
     def log(
         self, scalars: Mapping[str, Any] = NOTHING, /, *, always: bool = False, **named: Any

@@ -92,7 +92,8 @@ norm = summing(
     quantity="squares",
     doc="""Compute the norm of a value: the root of the sum of the squared magnitudes.
 
-    The squares neither overflow nor underflow.
+    The squares of float32 neither overflow nor underflow; in a loop, if the magnitudes are between
+    1e-33 and 1e30.
 
     Returns:
         One real number for each call and each iteration of a scan around the site.
@@ -115,7 +116,8 @@ rms = summing(
     quantity="squares",
     doc="""Compute the root mean square of a value: the root of the mean of the squared magnitudes.
 
-    The squares neither overflow nor underflow.
+    The squares of float32 neither overflow nor underflow; in a loop, if the magnitudes are between
+    1e-33 and 1e30.
 
     Returns:
         One real number for each call and each iteration of a scan around the site.

@@ -57,6 +57,15 @@ def test_full_collections_pause_until_the_last_of_several_threads_is_done():
     assert gc.get_threshold() == (700, 10, 10)
 
 
+def test_code_that_restores_what_it_read_during_a_pause_ends_it_only_until_the_next():
+    with full_collections_paused:
+        read = gc.get_threshold()
+    gc.set_threshold(*read)
+    with full_collections_paused:
+        pass
+    assert gc.get_threshold() == (700, 10, 10)
+
+
 def test_a_threshold_that_other_code_sets_meanwhile_stays():
     with full_collections_paused:
         gc.set_threshold(500, 5, 7)

@@ -312,7 +312,7 @@ def test_a_harvest_that_is_killed_loses_and_repeats_nothing(tmp_path):
 
 @pytest.mark.many
 def test_a_harvest_that_is_killed_a_hundred_times_loses_nothing(tmp_path):
-    assert kill_and_resume(tmp_path, kills=100, units=1500) > 0
+    assert kill_and_resume(tmp_path, kills=100, units=6000) > 0
 
 
 BATCH = [np.random.default_rng(i).normal(size=(4, 6, 8)).astype(np.float32) for i in range(4)]

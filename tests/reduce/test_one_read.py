@@ -182,6 +182,37 @@ def test_a_captured_loop_with_reductions_is_transformed_as_the_plain_one(wrap):
     assert_close(wrap(captured)(x), wrap(f)(x), 1e-6)
 
 
+def test_a_captured_linear_loop_with_reductions_is_transposed():
+    a = jnp.array([[4.0, 1.0], [2.0, 3.0]])
+
+    def multiply(v):
+        return jax.lax.scan(lambda c, row: (c, tapax.sow(row @ v, "row")), 0, a)[1]
+
+    watched = lambda v: tapax.capture(multiply, values=R.rms)(v)[0]
+    (found,) = jax.linear_transpose(watched, jnp.ones(2))(jnp.array([1.0, 2.0]))
+    assert_close(found, a.T @ jnp.array([1.0, 2.0]), 1e-6)
+    solve = jax.scipy.sparse.linalg.gmres
+    slope = jax.grad(lambda b: solve(watched, b)[0].sum())(jnp.ones(2))
+    assert_close(slope, jnp.linalg.inv(a).T @ jnp.ones(2), 1e-4)
+
+
+def test_unused_reductions_of_a_loop_are_not_computed():
+    def f(x):
+        step = lambda c, row: (c + jnp.sin(tapax.sow(jnp.tanh(row), "h")).sum(), None)
+        return jax.lax.scan(step, 0.0, x)[0]
+
+    def captured(x):
+        out, taps = tapax.capture(f, values=R.rms)(x)
+        return out, taps.values["h"]
+
+    recomputed = jax.grad(jax.checkpoint(captured), has_aux=True)
+    text = str(jax.make_jaxpr(recomputed)(sample((8, 64))))
+    # The recomputation in the backward pass needs the value, but not its statistics.
+    plain = str(jax.make_jaxpr(jax.grad(jax.checkpoint(f)))(sample((8, 64))))
+    assert text.count("tanh") == plain.count("tanh") == 2
+    assert text.count("reduce_sum") == plain.count("reduce_sum") + 2  # rms has two sums on a GPU
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run the kernel in Python, on any device."""

@@ -1,0 +1,124 @@
+"""New captures and edits read the variables of their functions anew, also of a jitted function.
+
+JAX compiles the program once as long as the values of these variables stay the same.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tapax
+
+strength = 2.0
+chosen = "a"
+traces = []
+
+
+@jax.jit
+def net(x):
+    traces.append(1)
+    return 10 * tapax.sow(x, "a") + tapax.sow(x, "b")
+
+
+def scale(h):
+    return strength * h
+
+
+def is_chosen(site):
+    return site.path == chosen
+
+
+class Probe:
+    def __init__(self):
+        self.strength = 2.0
+
+    def read(self, h):
+        return self.strength * h
+
+
+probe = Probe()
+table = {"strength": 2.0}
+
+
+def replace(value, name):
+    globals().update(strength=value, chosen=name)
+    probe.strength = table["strength"] = value
+
+
+def captured(**options):
+    return lambda: tapax.capture(net, grads=None, **options)(1.0)[1].values
+
+
+OF_STRENGTH = {
+    "edit": lambda: {"a": (tapax.edit(net, values={"a": scale})(1.0) - 1) / 10},
+    "capture": captured(values={"a": scale}),
+    "method": captured(values={"a": probe.read}),
+    "object": captured(values={"a": lambda h: probe.strength * h}),
+    "dict": captured(values={"a": (lambda fn: fn)(lambda h: table["strength"] * h)}),
+    "reducer": captured(
+        values={
+            "a": tapax.reduce.Reducer(
+                lambda: 0.0, lambda s, x: s + strength * x, lambda a, b: a + b, name="scaled"
+            )
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OF_STRENGTH.values(), ids=OF_STRENGTH)
+def test_a_new_capture_or_edit_reads_the_values_of_now(make):
+    for value in (2.0, 4.0, 2.0):
+        replace(value, "a")
+        (found,) = make().values()
+        assert float(found) == value
+
+
+OF_NAMES = {
+    "capture": captured(values=is_chosen),
+    "grad": lambda: tapax.grad(net, at=is_chosen)(1.0),
+    "prefix": lambda: {chosen: tapax.prefix(net, is_chosen)(1.0)},
+}
+
+
+@pytest.mark.parametrize("make", OF_NAMES.values(), ids=OF_NAMES)
+def test_a_predicate_picks_by_the_variables_of_now(make):
+    for name in "aba":
+        replace(2.0, name)
+        assert list(make()) == [name]
+
+
+def test_a_suffix_starts_at_the_site_that_a_predicate_picks_now():
+    found = []
+    for name in "ab":
+        replace(2.0, name)
+        found.append(float(tapax.suffix(net, is_chosen)(0.0, 1.0)))
+    assert found == [1, 10]
+
+
+def test_equal_captures_are_compiled_once_while_variables_stay_the_same():
+    replace(2.0, "a")
+    captured(values={"a": scale})()
+    before = len(traces)
+    for _ in range(3):
+        captured(values={"a": scale})()
+        captured(values={"**": tapax.reduce.rms})()
+    assert len(traces) <= before + 1  # for rms
+
+
+def test_layers_of_a_module_are_swept_by_a_variable():
+    model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2)))
+    pick = lambda site: site.path.endswith(f"layers/{layer}")
+    for layer in range(2):
+        _, taps = tapax.capture(model, values=pick, grads=None)(jnp.ones((1, 3)))
+        assert list(taps.values) == [f"Sequential/layers/{layer}"]
+
+
+def test_a_module_of_arrays_stands_where_a_function_does():
+    equinox = pytest.importorskip("equinox")
+    linear = equinox.nn.Linear(2, 3, key=jax.random.key(0))
+    fn = lambda x: tapax.sow(x, "h").sum()
+    _, taps = tapax.capture(fn, values={"h": linear})(jnp.ones(2))
+    (found,) = taps.values.values()
+    np.testing.assert_allclose(found, linear(jnp.ones(2)), rtol=1e-6)
