@@ -239,8 +239,8 @@ def test_statistics_of_a_capture_are_those_of_its_arrays():
     x = np.array([[1.0, -2.0, 0.0], [4.0, np.nan, np.inf]], np.float32)
     _, taps = tapax.capture(lambda x: tapax.sow(x * 1, "h"))(jnp.asarray(x))
     page = make_page(taps)
-    found = {stat: read_statistic(page, "value", stat)["h"][0] for stat in ("min", "max")}
-    assert found == {"min": -2, "max": 4}
+    for stat in ("min", "max"):  # like tapax.reduce.minmax
+        assert np.isnan(read_statistic(page, "value", stat)["h"][0])
     assert read_statistic(page, "value", "zeros")["h"][0] == pytest.approx(1 / 6)
     assert read_statistic(page, "value", "nonfinite")["h"][0] == 2
     assert np.isnan(read_statistic(page, "value", "mean")["h"][0])
