@@ -88,10 +88,10 @@ def capture(
     if _jax.jit_options(fn) is None:
         return _CapturedFunction(fn, plan)
     read = FreeVariables.of(plan)
-    if not read.complete or read.numbers is None:  # a function in it may read something else later
+    if read.readings or not read.complete:  # a function in it may read something else later
         return _jitted.__wrapped__(fn, plan)
     try:
-        return _jitted(fn, plan, read.numbers)
+        return _jitted(fn, plan)
     except TypeError:  # a predicate that cannot be hashed
         return _jitted.__wrapped__(fn, plan)
 
@@ -133,14 +133,12 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(fn: Any, plan: Plan, numbers: tuple[Any, ...] = ()) -> Any:
+def _jitted(fn: Any, plan: Plan) -> Any:
     """Capture a jitted function as a jitted function with the same options.
 
     Static, donated and sharded arguments keep their meaning, and calls take JAX's fast path. The
-    result is cached, because users write `tapax.capture(step)(...)` inside a loop. `numbers` are
-    those that functions in the plan read.
+    result is cached, because users write `tapax.capture(step)(...)` inside a loop.
     """
-    del numbers
     inner, options = fn.__wrapped__, _jax.jit_options(fn) or {}
     if "out_shardings" in options:
         options["out_shardings"] = (options["out_shardings"], None)

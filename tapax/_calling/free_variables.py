@@ -84,14 +84,6 @@ class FreeVariables(NamedTuple):
                     pending.append(value)
         return cls(tuple(kept.values()), complete and len(found) < _MANY)
 
-    @property
-    def numbers(self) -> tuple[Any, ...] | None:
-        """The values with their types, if all of them are numbers; None if some are arrays."""
-        values = [reading.value for reading in self.readings]
-        if not all(_is(value, *_NUMBERS) for value in values):
-            return None
-        return tuple((type(value), value) for value in values)
-
     def find_changed(self) -> str | None:
         """Return a variable that leads to another value now; None if all values are the same."""
         return next((r.variable for r in self.readings if r.has_changed), None)
