@@ -43,7 +43,7 @@ def make_manifest(
     """Describe the dataset that a harvest will write; `first` is the first batch."""
     rows = described.rows
     whole = gather(first)
-    columns = make_columns(whole, 0, rows.row_sizes, beside, is_transposed=rows.is_transposed)
+    columns = make_columns(whole, 0, rows.row_sizes, beside, is_transposed=layout.is_transposed)
     arrays = _describe_arrays(rows, columns)
     mask = read_mask(whole, keep)
     if mask is not None:

@@ -159,8 +159,9 @@ class Pipeline:
         start_small_copies((result.statistics, result.ran))
         self._check_arrays(task, result.sites, self._manifest.sites)
         kept = None if mask is None else np.flatnonzero(spread_mask(mask, result.row_sizes, np))
+        is_transposed = self._program.layout.is_transposed
         columns = make_columns(
-            batch, task.number, result.row_sizes, self._beside, is_transposed=result.is_transposed
+            batch, task.number, result.row_sizes, self._beside, is_transposed=is_transposed
         )
         names = list(result.arrays)
         arrays = [result.arrays[name] for name in names]

@@ -52,21 +52,20 @@ class RowSite:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "ran"],
-    meta_fields=["sites", "row_sizes", "is_transposed"],
+    meta_fields=["sites", "row_sizes"],
 )
 @dataclasses.dataclass(frozen=True)
 class ComputedRows:
     """The rows of one batch: an array for each site, with the rows as its first axis.
 
     For a site in a branch or a while loop, `ran` says whether the program computed the value.
-    `row_sizes` are the sizes of the axes that became rows; see `RowLayout.is_transposed`.
+    `row_sizes` are the sizes of the axes that became rows.
     """
 
     arrays: SiteDict
     ran: SiteDict
     sites: tuple[RowSite, ...]
     row_sizes: tuple[int, ...]
-    is_transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,6 @@ class RowBatch:
     ran: Mapping[str, Value]
     sites: tuple[RowSite, ...]
     row_sizes: tuple[int, ...]
-    is_transposed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +126,7 @@ class _RowTransform(Transform):
                 f"grads={show(self.plan.grads)} selects no gradient: the function takes none "
                 "itself, or none reaches a site. Give a loss under jax.grad, or a train step."
             )
-        shared = check_same_rows(sizes)
-        return ComputedRows(arrays, ran, tuple(sites), shared, self.layout.is_transposed)
+        return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
 
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
         if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
@@ -172,6 +169,7 @@ class RowProgram:
             self._given = (*fn.args, *self._given)
             self._keywords = {**fn.keywords, **self._keywords}
             fn = fn.func
+        self.layout = layout
         self._transform = _RowTransform(plan, layout, dtype)
         self._function = TransformedFunction(fn, self._transform)
 
@@ -181,9 +179,7 @@ class RowProgram:
         types = tuple(site.dtype for site in rows.sites)
         converted, statistics = _store(rows.arrays, mask, types, rows.row_sizes)
         arrays = {**rows.arrays, **converted}
-        return RowBatch(
-            arrays, statistics, rows.ran, rows.sites, rows.row_sizes, rows.is_transposed
-        )
+        return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
 
     def describe(self, batch: PyTree) -> Description:
         """Describe the rows of a batch, the weights and the program, without computing rows."""
