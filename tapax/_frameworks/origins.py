@@ -49,7 +49,7 @@ class PassedOperands:
         return self._through_while(eqn) if kind & Kind.WHILE else {}
 
     def _through_call(self, eqn: Equation) -> dict[int, int]:
-        body = next(bodies(eqn))
+        body = bodies(eqn)[0]
         if len(_jax.open_jaxpr(body).invars) != len(eqn.invars):
             return {}
         return {i: n for i, n in enumerate(self._returned_inputs(body)) if n is not None}
@@ -66,7 +66,7 @@ class PassedOperands:
 
     def _through_scan(self, eqn: Equation) -> dict[int, int]:
         consts, carry = _jax.scan_split(eqn.params)
-        inputs = self._returned_inputs(next(bodies(eqn)))
+        inputs = self._returned_inputs(bodies(eqn)[0])
         # An unchanged carry is its operand, and the stacked slices of an operand are the operand.
         return {
             i: number

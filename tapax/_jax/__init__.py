@@ -9,6 +9,7 @@ from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivate
 from jax.extend.core import Literal
 
 from tapax._jax.callbacks import call_host
+from tapax._jax.emission import emit_equation, jit_once
 from tapax._jax.equations import (
     bind_equation,
     implement_equation,

@@ -1,28 +1,34 @@
 """The jaxprs inside equations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, PyTree, typed
+from tapax._jax import Equation, Jaxpr, typed
 from tapax._jaxpr.kinds import Kind, kind_of
 
-
-def bodies(eqn: Equation) -> Iterator[Any]:
-    """Yield the jaxprs in the parameters of an equation."""
-    for value in eqn.params.values():
-        yield from _bodies_in(value)
+_WITHOUT_BODIES = frozenset({bool, complex, float, int, str, type(None)})
+"""The types of most parameters, to skip them in little time."""
 
 
-def _bodies_in(value: PyTree) -> Iterator[Any]:
-    if isinstance(value, _jax.SEQUENCES):
-        for part in value:
-            yield from _bodies_in(part)
-        return
-    body = _jax.hidden_body(value)
-    body = value if body is None else body
-    if hasattr(_jax.open_jaxpr(body), "eqns"):
-        yield body
+def bodies(eqn: Equation) -> list[Any]:
+    """Return the jaxprs in the parameters of an equation."""
+    found: list[Any] = []
+    _add_bodies(eqn.params.values(), found)
+    return found
+
+
+def _add_bodies(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        if type(value) in _WITHOUT_BODIES:
+            continue
+        if isinstance(value, _jax.SEQUENCES):
+            _add_bodies(value, found)
+            continue
+        body = _jax.hidden_body(value)
+        body = value if body is None else body
+        if hasattr(_jax.open_jaxpr(body), "eqns"):
+            found.append(body)
 
 
 def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -19,7 +19,8 @@ Apply = Callable[[int, Equation, list[Any]], Sequence[Any]]
 def bind_in_context(number: int, eqn: Equation, values: Sequence[Value]) -> list[Value]:
     """Evaluate an equation under its name stack and settings."""
     del number
-    return _jax.in_context(eqn, _jax.bind_equation, eqn, values)
+    results = _jax.emit_equation(eqn, values)
+    return _jax.in_context(eqn, _jax.bind_equation, eqn, values) if results is None else results
 
 
 def read(

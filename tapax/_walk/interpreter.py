@@ -29,9 +29,10 @@ from jax.sharding import Mesh
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Static, Value, typed
 from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.evaluate import evaluate
+from tapax._jaxpr.evaluate import bind_in_context, evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh
+from tapax._jaxpr.shared_bodies import SharedBodies
 from tapax._marks.change import change_p
 from tapax._marks.marked_jaxprs import TAPS, TappedBodies, strip
 from tapax._marks.scopes import Scopes, scopes_of
@@ -44,6 +45,8 @@ from tapax._walk.changes import Around, Changes, Key, layers_of
 from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
 from tapax._walk.recorder import MetTap
+
+_TAPS = (tap_p, change_p)
 
 
 class WalkHooks:
@@ -100,15 +103,18 @@ class Interpreter(Changer):
         """The function around the walk, in words, if no derivative from outside enters it."""
         self._program: Jaxpr | None = None
         self._tapped = TappedBodies()
+        self._bodies = SharedBodies()
         self._recomputing = False
         self._replaying = frozenset[Call]()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a jaxpr on `args`, and record the sites that the plan selects."""
         self._program = self._program or jaxpr
+        sees_all = type(self.hooks).equation is not WalkHooks.equation
 
         def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
-            del number
+            if not sees_all and self._is_unmarked(eqn, values):
+                return bind_in_context(number, eqn, values)
             return _jax.in_context(eqn, self.hooks.equation, self, eqn, values)
 
         return evaluate(jaxpr, args, apply)
@@ -136,12 +142,8 @@ class Interpreter(Changer):
             return self.hooks.tap(self, eqn, args)
         if eqn.primitive is change_p:
             return [self.evaluate_derivative(eqn, args)]
-        tokens = [a for a in args if type(a) is Token]
-        tapped = tap_effect in eqn.effects
-        if not tokens and not tapped:
-            tapped = any(self._must_walk(body) for body in bodies(eqn))
-            if not tapped:
-                return _jax.bind_equation(eqn, args)
+        if self._is_unmarked(eqn, args):
+            return _jax.bind_equation(eqn, args)
         handler = self.handlers.get(kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
@@ -149,7 +151,8 @@ class Interpreter(Changer):
                 return handler(self, eqn, args)
             finally:
                 self.scopes = outer
-        if tapped:
+        tokens = [a for a in args if type(a) is Token]
+        if not tokens or tap_effect in eqn.effects:
             return self._opaque(eqn, args)
         # Equations only rearrange a residual without elements: reshape, select, broadcast.
         calls = frozenset[Call]().union(*(t.calls for t in tokens))
@@ -159,6 +162,12 @@ class Interpreter(Changer):
             return [Token(calls)] * len(eqn.outvars)
         outs = _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         return [Token(calls, x) for x in outs]
+
+    def _is_unmarked(self, eqn: Equation, args: Sequence[Value]) -> bool:
+        """Return whether an equation neither is nor contains a tap, and takes no token."""
+        if eqn.primitive in _TAPS or tap_effect in eqn.effects or Token in map(type, args):
+            return False
+        return not any(self._must_walk(body) for body in bodies(eqn))
 
     def _must_walk(self, jaxpr: Jaxpr) -> bool:
         """Return whether the walk must enter a body; a recomputed value may be edited too."""
@@ -328,6 +337,7 @@ class Interpreter(Changer):
         made, (_, found) = typed.make_jaxpr(body, return_shape=True)(
             *ins.arrays(args), *self.thread_arrays(threads)
         )
+        made = self._bodies.share(made)
         outs, entries, folds, certain = found.value
         return StagedBody(made, ins, outs, entries, threads, folds, certain)
 

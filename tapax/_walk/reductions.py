@@ -148,7 +148,7 @@ def _see(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _seeing_once(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
     # JAX traces and lowers this function once for all sites with values of one type.
-    return typed.jit(_see(reducer, own, mapped))
+    return _jax.jit_once(_see(reducer, own, mapped))
 
 
 def _measures(reducer: Reducer) -> bool:
@@ -164,7 +164,7 @@ def _measures(reducer: Reducer) -> bool:
 def _measuring_once(reducer: Reducer) -> Callable[..., Any]:
     measure = measure_of(reducer)
     assert measure is not None and reducer.is_builtin
-    return typed.jit(measure)
+    return _jax.jit_once(measure)
 
 
 def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:
@@ -175,7 +175,7 @@ def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _finishing_once(reducer: Reducer, lead: int) -> Callable[..., Any]:
-    return typed.jit(vmapped(reducer.finish, lead))
+    return _jax.jit_once(vmapped(reducer.finish, lead))
 
 
 def _unflatten_all(structure: Any, leaves: Sequence[Value]) -> list[Any]:

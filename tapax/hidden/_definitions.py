@@ -213,7 +213,7 @@ def _back(moves: Sequence[Any], value: PyTree) -> Any:
 def _openable(eqn: Equation, in_loops: bool = True) -> list[Jaxpr]:
     kind = kind_of(eqn)
     is_loop = kind is Kind.SCAN and in_loops and eqn.params["length"]
-    return list(bodies(eqn)) if is_loop or kind & _OPENED else []
+    return bodies(eqn) if is_loop or kind & _OPENED else []
 
 
 def _opens(eqn: Equation, place: int, in_loops: bool = True) -> bool:
