@@ -1,8 +1,8 @@
 """The values that a function reads from outside of its arguments, and whether they were replaced.
 
-A compiled program contains the closed-over arrays and numbers with which its function was traced. A
-plain call of the function would read the current ones. So a program remembers where the function
-found them: in variables, and for the arrays in the program also in containers and attributes.
+A compiled program contains the closed-over values with which its function was traced. A plain call
+of the function would read the current ones. So a program remembers where the function found them:
+in variables, and for the arrays in the program also in containers and attributes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._frameworks.users_code import closure_values, is_users_code
+from tapax._marks.fingerprints import fingerprint
 from tapax.reduce import Reducer
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -38,9 +39,7 @@ class _Reading(NamedTuple):
     @property
     def has_changed(self) -> bool:
         now = self.read()
-        if now is self.value:
-            return False
-        return not (type(now) is type(self.value) and type(now) in _NUMBERS and now == self.value)
+        return now is not self.value and not _is_equal(now, self.value)
 
 
 class FreeVariables(NamedTuple):
@@ -54,7 +53,7 @@ class FreeVariables(NamedTuple):
 
     @classmethod
     def of(cls, fn: Any, constants: Iterable[Any] = ()) -> FreeVariables:
-        """Find the numbers and arrays in the variables of a function, and its `constants`.
+        """Find the values of the variables of a function, and its `constants`.
 
         `fn` may also be a value of tapax that contains functions.
         """
@@ -75,7 +74,7 @@ class FreeVariables(NamedTuple):
             for place in _places(holder):
                 value = place.value
                 here = place.reading(path)
-                if place.is_variable and _is(value, *_NUMBERS, *_ARRAYS):
+                if place.is_variable:
                     kept[id(holder), place.key] = here[-1]
                 if id(value) in wanted:
                     kept |= {(id(reading.read), None): reading for reading in here}
@@ -87,6 +86,18 @@ class FreeVariables(NamedTuple):
     def find_changed(self) -> str | None:
         """Return a variable that leads to another value now; None if all values are the same."""
         return next((r.variable for r in self.readings if r.has_changed), None)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return whether two values of a variable give equal programs, as far as can be told."""
+    if type(a) is not type(b) or _is(a, *_ARRAYS):
+        return False
+    if type(a) in _NUMBERS:
+        return bool(a == b)
+    try:
+        return fingerprint(a) == fingerprint(b)
+    except RecursionError:
+        return False
 
 
 class _Methods:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._calling.collect import collect
+from tapax._calling.free_variables import FreeVariables
 from tapax._calling.garbage import full_collections_paused
 from tapax._calling.signature import Signature
 from tapax._frameworks import registry
@@ -27,6 +28,7 @@ from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
 from tapax._marks.context import Structure
+from tapax._marks.fingerprints import fingerprint
 from tapax._marks.operations import internal_operations, with_marks
 from tapax._marks.parameters import mark_parameters
 from tapax._results import Taps
@@ -133,6 +135,10 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
         return results, Static(structure)
 
     policy = plan.marking_policy(Structure.of(arguments, fn))
+    if callable(plan.policy):
+        # JAX must not reuse the trace of a jitted function with marks that the filter chose before.
+        read = [reading.value for reading in FreeVariables.of(plan.policy).readings]
+        policy = dataclasses.replace(policy, read=frozenset({fingerprint((plan.policy, read))}))
     weights = observe_attention() if "weights" in policy.asked else contextlib.nullcontext()
     with (
         full_collections_paused,

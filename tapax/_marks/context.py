@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tapax._jax import Function, PyTree, pytrees, typed
@@ -52,6 +52,7 @@ class Structure:
 class MarkingPolicy:
     """The settings of a capture for marks; hashable, so that equal captures hit JAX's caches.
 
+    - `read`: the values that the filters in `modules` read, apart from their arguments.
     - `asked`: the kinds of sites that exist only because a selection asks for them.
     - `changing`: whether marked values may be edited.
     - `replacing`: whether other values may replace the marked ones.
@@ -63,6 +64,7 @@ class MarkingPolicy:
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[ModuleFilter] = frozenset()
+    read: frozenset[Hashable] = frozenset()
     asked: frozenset[str] = frozenset()
     structure: Structure | None = None
     changing: bool = False
@@ -77,7 +79,7 @@ class MarkingPolicy:
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: MarkingPolicy) -> MarkingPolicy:
-        union = ("rules", "modules", "asked", "uses_weights", "parameters", *self.on_marks)
+        union = ("rules", "modules", "read", "asked", "uses_weights", "parameters", *self.on_marks)
         both = {name: getattr(self, name) | getattr(other, name) for name in union}
         return MarkingPolicy(structure=self.structure, **both)
 

@@ -171,6 +171,82 @@ def choice():
     return lambda x: product(x, 5.0 if big else 1.0), replace
 
 
+def function():
+    power = jnp.ones_like
+
+    def replace(new):
+        nonlocal power
+        power = lambda x: x * 0 + new
+
+    return lambda x: product(x, power(x)), replace
+
+
+def method():
+    power = types.MethodType(lambda scale, x: scale * x, 1.0)
+
+    def replace(new):
+        nonlocal power
+        power = types.MethodType(lambda scale, x: scale * x, float(new[0]))
+
+    return lambda x: product(x, power(x)), replace
+
+
+class One:
+    scale = 1.0
+
+
+class Other(One):
+    scale = 2.0
+
+
+def class_():
+    kind = One
+
+    def replace(new):
+        nonlocal kind
+        kind = Other
+
+    return lambda x: product(x, kind.scale), replace
+
+
+def numbers():
+    scales = (1.0, 2.0)
+
+    def replace(new):
+        nonlocal scales
+        scales = (3.0, 2.0)
+
+    return lambda x: product(x, scales[0]), replace
+
+
+def dictionary():
+    scales = {"w": 1.0}
+
+    def replace(new):
+        nonlocal scales
+        scales = {"w": 3.0}
+
+    return lambda x: product(x, scales["w"]), replace
+
+
+class Tanh(linen.Module):
+    power: int
+
+    @linen.compact
+    def __call__(self, x):
+        return jnp.tanh(x) ** self.power
+
+
+def linen_model():
+    net = Tanh(1)
+
+    def replace(new):
+        nonlocal net
+        net = Tanh(2)
+
+    return lambda x: product(net.apply({}, x), 1.0), replace
+
+
 def equinox_model():
     net = eqx.nn.Linear(3, 1, use_bias=False, key=jax.random.key(0))
 
@@ -207,6 +283,12 @@ HOLDERS = [
     number,
     numpy_array,
     choice,
+    function,
+    method,
+    class_,
+    numbers,
+    dictionary,
+    linen_model,
     equinox_model,
     linen_parameters,
 ]
@@ -266,6 +348,26 @@ def test_values_that_stay_cause_no_new_trace():
         loss(X)  # changes the counter
         held["other"] += 1  # is not in the program
     assert len(traces) == 4  # one captured, three plain
+
+
+def test_an_equal_object_in_a_variable_causes_no_new_trace():
+    traces = []
+    helper = scales = None
+
+    def renew():
+        nonlocal helper, scales
+        helper = lambda x: x * scales["w"][0]
+        scales = {"w": (2.0, 3)}
+
+    def loss(x):
+        traces.append(1)
+        return product(x, helper(x))
+
+    captured = tapax.capture(loss)
+    for _ in range(3):
+        renew()
+        captured(X)
+    assert len(traces) == 1
 
 
 def test_a_jitted_function_keeps_its_values_as_in_a_plain_call():

@@ -13,6 +13,7 @@ import tapax
 
 strength = 2.0
 chosen = "a"
+activation, names = jnp.tanh, ("a",)
 traces = []
 
 
@@ -24,6 +25,14 @@ def net(x):
 
 def scale(h):
     return strength * h
+
+
+def power(h):
+    return activation(h)
+
+
+def is_chosen_among(site):
+    return site.path in names
 
 
 def is_chosen(site):
@@ -89,6 +98,17 @@ def test_a_predicate_picks_by_the_variables_of_now(make):
         assert list(make()) == [name]
 
 
+def test_a_replaced_function_or_tuple_is_read():
+    for function, name in ((jnp.tanh, "a"), (jnp.exp, "b"), (jnp.tanh, "a")):
+        globals().update(activation=function, names=(name,))
+        expected = float(function(1.0))
+        (found,) = captured(values={"a": power})().values()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        edited = tapax.edit(net, values={"a": power})(1.0)
+        np.testing.assert_allclose(edited, 10 * expected + 1, rtol=1e-6)
+        assert list(captured(values=is_chosen_among)()) == [name]
+
+
 def test_a_suffix_starts_at_the_site_that_a_predicate_picks_now():
     found = []
     for name in "ab":
@@ -142,3 +162,53 @@ def test_a_module_of_arrays_stands_where_a_function_does():
     _, taps = tapax.capture(fn, values={"h": linear})(jnp.ones(2))
     (found,) = taps.values.values()
     np.testing.assert_allclose(found, linear(jnp.ones(2)), rtol=1e-6)
+
+
+class Chooses:
+    def __init__(self):
+        self.cls = nnx.Linear
+
+    def __call__(self, module, method):
+        return isinstance(module, self.cls)
+
+
+chooses, kinds, of_names = Chooses(), {"chosen": nnx.Linear}, nnx.Linear
+
+
+def is_of_names(module):
+    return isinstance(module, of_names)
+
+
+def choose(cls):
+    globals().update(of_names=cls)
+    chooses.cls = kinds["chosen"] = cls
+
+
+FILTERS = {
+    "variable": lambda module, method: isinstance(module, of_names),
+    "object": chooses,
+    "dict": lambda module, method: isinstance(module, kinds["chosen"]),
+    "function": lambda module, method: is_of_names(module),
+}
+
+
+# A capture that was called before notices replaced variables, but not attributes and items.
+KEPT = [*((name, False) for name in FILTERS), ("variable", True), ("function", True)]
+
+
+@pytest.mark.parametrize(("which", "is_kept"), KEPT)
+def test_a_filter_of_modules_reads_the_variables_of_now(which, is_kept):
+    modules = FILTERS[which]
+
+    @nnx.jit
+    def run(model, x):
+        return model(x)
+
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(3, 3, rngs=rngs), nnx.LayerNorm(3, rngs=rngs))
+    kept = tapax.capture(run, modules=modules, grads=None)
+    expected = {nnx.Linear: ["Sequential/layers/0"], nnx.LayerNorm: ["Sequential/layers/1"]}
+    for cls in (nnx.Linear, nnx.LayerNorm, nnx.Linear):
+        choose(cls)
+        captured = kept if is_kept else tapax.capture(run, modules=modules, grads=None)
+        assert list(captured(model, jnp.ones((1, 3)))[1].values) == expected[cls]
