@@ -52,8 +52,8 @@ def emit_equation(eqn: Equation, args: Sequence[Value], *, here: bool = False) -
     """Append an equation to the program that JAX traces, with the operands `args`.
 
     The equation keeps its source line and settings; with `here`, it gets the current ones. Return
-    the list of its results, or None if JAX must bind the equation, because its operands are not
-    those of a plain trace or have other types than in the program that it comes from.
+    the list of its results, or None if JAX must bind the equation: under another transformation, or
+    because the operands have other types than those of the equation.
     """
     trace = _current_trace()
     if trace is None or eqn.effects or not _is_plain(eqn.primitive):

@@ -14,8 +14,8 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import numpy as np
 
@@ -63,33 +63,34 @@ class SharedBodies:
 
     def _operation(self, eqn: Equation) -> Hashable:
         # Equations that were restaged unchanged share these objects.
-        params, source = self._number(eqn.params), self._number(eqn.source_info)
+        params = self._number(eqn.params, lambda: _parameters(eqn.params))
+        info = eqn.source_info
+        source = self._number(info, lambda: (id(info.traceback), info.name_stack))
         return eqn.primitive, params, source, frozenset(eqn.effects), id(eqn.ctx)
 
-    def _number(self, part: Any) -> int:
-        """Number the parameters or the source of an equation, equal ones alike."""
+    def _number(self, part: Any, contents: Callable[[], Hashable]) -> int:
+        """Number a part of an equation, and parts with equal contents alike."""
         found = self._known.get(id(part))
         if found is None:
-            number = self._numbers.setdefault(_contents(part), len(self._numbers))
+            number = self._numbers.setdefault(contents(), len(self._numbers))
             found = self._known[id(part)] = part, number
         return found[1]
 
 
-def _contents(part: Any) -> Hashable:
-    if isinstance(part, dict):
-        return tuple((key, _exact(value)) for key, value in part.items())
-    return id(part.traceback), part.name_stack
+def _parameters(params: Mapping[str, Any]) -> Hashable:
+    return tuple((key, _exact(value)) for key, value in params.items())
 
 
 def _literal(literal: Any) -> Hashable:
-    value = np.asarray(literal.val)
-    return literal.aval, type(literal.val), value.dtype, value.tobytes()
+    value: np.ndarray = np.asarray(literal.val)
+    return literal.aval, str(value.dtype), value.tobytes()
 
 
 def _exact(value: Any) -> Any:
     """Tell numbers of other types, and -0.0, apart."""
     if isinstance(value, tuple):
-        return type(value), tuple(map(_exact, value))
+        parts: list[Any] = [_exact(part) for part in cast(Iterable[Any], value)]
+        return type(cast(Any, value)), *parts
     if isinstance(value, float):
         return float, value.hex()
     return (type(value), value) if isinstance(value, (bool, int, complex)) else value
