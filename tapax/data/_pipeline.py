@@ -21,6 +21,7 @@ from tapax._marks.user_warning import warn_user
 from tapax._sites import SiteError
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._folder import DatasetFolder
+from tapax.data._free_memory import FreeMemory
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._meter import Meter
 from tapax.data._process_group import PendingRows, Processes
@@ -115,6 +116,7 @@ class Pipeline:
         self._hash = manifest.hash
         self._unit: _UnitRows | None = None
         self._warned: set[str] = set()
+        self._free_memory = FreeMemory()
 
     def run(self, tasks: Iterable[BatchTask]) -> None:
         """Harvest all tasks, in which the batches of a unit are consecutive."""
@@ -220,6 +222,7 @@ class Pipeline:
         except OSError as error:
             raise self._folder.unwritable(error) from error
         self._meter.add_unit(nbytes)
+        self._free_memory.add(nbytes)
 
     def _warn_of_bad_rows(self, task: BatchTask, found: dict[str, Statistics]) -> None:
         """Warn of the first batch in which a site has non-finite rows, or numbers that overflow."""

@@ -6,7 +6,7 @@ the seconds, and the peak memory. Anonymous memory is what the process allocates
 adds the pages of mapped shards, which the operating system may drop at any time.
 
 The two are separate processes because the C library keeps a part of the memory that a harvest has
-freed, by chance between 0.2 and 1.3 GB.
+freed, as much as `tapax.data._free_memory` lets it.
 """
 
 import functools
