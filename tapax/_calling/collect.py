@@ -91,7 +91,8 @@ def make_taps(
         if entry.valid is not None and name not in valid and not (entry.grad and name in values):
             valid[name] = entry.valid
         known = found.setdefault(name, site)
-        found[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
+        if known is not site:
+            found[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
     return Taps(values, grads, valid, make_site_table(tuple(found.values()), flow))
 
 

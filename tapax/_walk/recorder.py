@@ -244,9 +244,9 @@ class Recorder:
 
 def _part(site: Site, reading: Reading, xs: Sequence[Any], mapped: int) -> tuple[Site, list[Any]]:
     """Return the site and the arrays of a reading; the batch axes of `xs` lead."""
-    site = dataclasses.replace(site, path=reading.path)
-    if reading.layer:
-        site = dataclasses.replace(site, layers=())
+    if reading.layer or reading.path != site.path:
+        layers = () if reading.layer else site.layers
+        site = dataclasses.replace(site, path=reading.path, layers=layers)
     if reading.index is None:
         return site, list(xs)
     rank = len(reading.index.check(xs[0].shape[mapped:], site))
