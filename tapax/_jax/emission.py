@@ -27,11 +27,19 @@ _Tracer: Any = getattr(_partial_eval, "DynamicJaxprTracer", None)
 _EMIT = ["self", "in_tracers", "out_avals", "primitive", "params", "effects", "source_info", "ctx"]
 _MAKE = ["trace", "aval", "val", "line_info"]
 _bind = Primitive.bind
+_USED = (
+    (_core, ("trace_ctx", "current_jaxpr_eqn_context")),
+    (_config, ("xla_metadata_context_manager",)),
+    (_partial_eval, ("custom_staging_rules",)),
+    (Primitive, ("is_high",)),
+)
 
 
 def _can_emit() -> bool:
     """Return whether this version of JAX has the functions that this module calls."""
     emit = getattr(_Trace, "emit_eqn", None)
+    if not all(hasattr(module, name) for module, names in _USED for name in names):
+        return False
     if emit is None or list(inspect.signature(emit).parameters) != _EMIT:
         return False
     return list(inspect.signature(_Tracer).parameters)[: len(_MAKE)] == _MAKE
@@ -42,10 +50,11 @@ _CAN_EMIT = _can_emit()
 
 def _current_trace() -> Any:
     """Return the trace to which equations can be appended, or None."""
-    trace: Any = _core.trace_ctx.trace
     # A hook may intercept `bind` to see every equation.
-    is_possible = _CAN_EMIT and type(trace) is _Trace and Primitive.bind is _bind
-    return trace if is_possible else None
+    if not _CAN_EMIT or Primitive.bind is not _bind:
+        return None
+    trace: Any = _core.trace_ctx.trace
+    return trace if type(trace) is _Trace else None
 
 
 def emit_equation(eqn: Equation, args: Sequence[Value], *, here: bool = False) -> Any:

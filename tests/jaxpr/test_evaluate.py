@@ -9,6 +9,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 
 from tapax import _jax
+from tapax._jax import emission
 from tapax._jaxpr.bodies import list_equations
 from tapax._jaxpr.evaluate import bind_in_context, evaluate
 from tests.oracles.closeness import assert_close
@@ -68,6 +69,16 @@ def test_program_evaluated_in_a_trace_is_unchanged(program):
     jaxpr = jax.make_jaxpr(program)(X)
     again = jax.make_jaxpr(lambda x: evaluate(jaxpr, [x]))(X)
     assert described(again) == described(jaxpr)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program_is_bound_if_jax_traces_in_another_way(program, monkeypatch):
+    monkeypatch.setattr(emission, "_CAN_EMIT", False)
+    jaxpr = jax.make_jaxpr(program)(X)
+    again = jax.make_jaxpr(lambda x: evaluate(jaxpr, [x]))(X)
+    names = [[eqn.primitive.name for eqn in list_equations(each)] for each in (jaxpr, again)]
+    assert names[0] == names[1]
+    assert_close(jax.jit(lambda x: evaluate(jaxpr, [x]))(X), jax.tree.leaves(program(X)))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
