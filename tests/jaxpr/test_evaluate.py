@@ -139,7 +139,8 @@ def test_types_of_an_unchanged_equation_are_computed_once():
     jaxpr = jax.make_jaxpr(lambda x: counted.bind(counted.bind(x)))(X)
     jax.clear_caches()
     before = len(calls)
-    again = jax.make_jaxpr(lambda x: evaluate(jaxpr, [x]))(X)
+    with jax.enable_checks(False):  # they compute all types again
+        again = jax.make_jaxpr(lambda x: evaluate(jaxpr, [x]))(X)
     assert len(calls) == before
     assert str(again) == str(jaxpr)
 
