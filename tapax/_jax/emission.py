@@ -115,25 +115,25 @@ def jit_once(fn: Function) -> Function:
     A call of a jitted function in a program takes as long as ten other equations.
     """
     jitted = typed.jit(fn)
-    known: dict[Any, Any] = {}
+
+    @functools.lru_cache(maxsize=256)  # a context may refer to a model
+    def trace_call(treedef: Any, types: tuple[Any, ...], context: Any) -> Any:
+        del context  # types depend on the settings of JAX
+        return _single_call(jitted, treedef.unflatten(types))
 
     def call(*args: Any) -> Any:
         if _current_trace() is None:
             return jitted(*args)
         leaves, treedef = jax.tree.flatten(args)
-        key = treedef, tuple(map(jax.typeof, leaves)), trace_context()
-        if key not in known:
-            known[key] = _single_call(jitted, args)
-        eqn, structure = known[key]
+        eqn, structure = trace_call(treedef, tuple(map(jax.typeof, leaves)), trace_context())
         results = None if eqn is None else emit_equation(eqn, leaves, here=True)
         return jitted(*args) if results is None else structure.unflatten(results)
 
     return call
 
 
-def _single_call(jitted: Function, args: Sequence[Any]) -> tuple[Equation | None, Any]:
+def _single_call(jitted: Function, types: Sequence[Any]) -> tuple[Equation | None, Any]:
     """Return the equation that calls a jitted function, if it is the whole program of the call."""
-    types = jax.tree.map(jax.typeof, args)
     jaxpr, results = typed.make_jaxpr(jitted, return_shape=True)(*types)
     inner = open_jaxpr(jaxpr)
     if len(inner.eqns) != 1 or jaxpr_consts(jaxpr):
